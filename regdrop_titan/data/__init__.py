@@ -1,0 +1,3 @@
+from .packed import DataError, PackedDataset
+
+__all__ = ["DataError", "PackedDataset"]

@@ -1,0 +1,224 @@
+"""Packed token shards: one stream of tokens, cut into samples of any length at training time.
+
+A packed set is a folder:
+
+    manifest.json           format, dtype, vocabulary, end-of-text id, tokenizer file and hash, shards and counts
+    shard-00000.tokens      the documents' tokens one after another, each closed by end-of-text (uint16 or uint32)
+    shard-00000.documents   where each document ends in the shard, int64
+    tokenizer.json          the tokenizer that wrote it
+
+Sample `i` of an epoch is window `permutation(i)` of the stream: `seq_len` inputs and, shifted by one, as many
+labels. The permutation is a keyed bijection computed per index (a Feistel network), so any sample of any epoch is
+found in O(1) with no array of indices, and the global order is a function of (seed, epoch) alone. Rank,
+accumulation step and row then pick from that order, so every world size sees the same global batches.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..seeds import derive_seed
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+class DataError(Exception):
+    """Data that cannot be used; the message names the file and what to do."""
+
+
+class Permutation:
+    """A keyed bijection of 0 ... n-1, computed index by index: a 4-round Feistel network over the next even
+    power of two, walked until it lands below n."""
+
+    def __init__(self, n: int, key: int) -> None:
+        self.n = n
+        self.half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
+        self.half_mask = (1 << self.half_bits) - 1
+        self.round_keys = [derive_seed("permutation", key, i) for i in range(4)]
+
+    def __call__(self, i: int) -> int:
+        while True:
+            left, right = i >> self.half_bits, i & self.half_mask
+            for key in self.round_keys:
+                # one multiply-xorshift round of a 64-bit mixer
+                mixed = ((right ^ key) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+                mixed = ((mixed ^ (mixed >> 32)) * 0xD6E8FEB86659FD93) & 0xFFFFFFFFFFFFFFFF
+                left, right = right, left ^ ((mixed ^ (mixed >> 32)) & self.half_mask)
+            i = (left << self.half_bits) | right
+            if i < self.n:
+                return i
+
+
+def read_manifest(path: str | Path) -> dict:
+    """The manifest of the packed set at `path`.
+
+    Raises DataError naming the file when the folder, its manifest or a shard is missing, unreadable, of another
+    format, or of another size than the manifest says.
+    """
+    folder = Path(path)
+    file = folder / MANIFEST
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder (expected a packed set: a folder with {MANIFEST})")
+    try:
+        manifest = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise DataError(f"{folder}: not a packed set, it has no {MANIFEST}") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: unreadable: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise DataError(f"{file}: not a packed-set manifest of format {FORMAT}")
+    itemsize = np.dtype(manifest["dtype"]).itemsize
+    for shard in manifest["shards"]:
+        for name, size in (
+            (shard["file"], shard["tokens"] * itemsize),
+            (shard["documents_file"], shard["documents"] * 8),
+        ):
+            if not (folder / name).is_file():
+                raise DataError(f"{folder / name}: missing, {MANIFEST} lists it")
+            if (actual := (folder / name).stat().st_size) != size:
+                raise DataError(f"{folder / name}: {actual} bytes, {MANIFEST} says {size}")
+    return manifest
+
+
+class PackedTokens:
+    """The token stream of a packed set, memory-mapped, addressed by global token index."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.manifest = read_manifest(path)
+        self.shards = [
+            np.memmap(self.path / shard["file"], dtype=self.manifest["dtype"], mode="r")
+            for shard in self.manifest["shards"]
+            if shard["tokens"]
+        ]
+        self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def slice(self, start: int, stop: int) -> torch.Tensor:
+        """Tokens start ... stop-1, int64, across shard borders."""
+        parts = []
+        index = int(np.searchsorted(self.starts, start, side="right")) - 1
+        while start < stop:
+            shard_start = int(self.starts[index])
+            part = self.shards[index][start - shard_start : stop - shard_start]
+            parts.append(part)
+            start += len(part)
+            index += 1
+        return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+
+    @cached_property
+    def document_ends(self) -> np.ndarray:
+        """Global index one past each document's last token, int64."""
+        shards = [shard for shard in self.manifest["shards"] if shard["tokens"]]
+        return np.concatenate(
+            [
+                np.fromfile(self.path / shard["documents_file"], dtype=np.int64) + start
+                for shard, start in zip(shards, self.starts, strict=False)
+            ]
+        )
+
+    def documents(self, min_tokens: int) -> Iterator[torch.Tensor]:
+        """The first `min_tokens` tokens of every document that has as many, in order."""
+        start = 0
+        for end in self.document_ends.tolist():
+            if end - start >= min_tokens:
+                yield self.slice(start, start + min_tokens)
+            start = end
+
+
+class PackedDataset:
+    """Samples of a packed set in the shuffled order of one epoch (map-style).
+
+    `dataset[i]` is `{"input": (S,), "labels": (S,)}`, int64, `labels` the input shifted by one. `len()` is the
+    number of whole samples an epoch has; the rest, shorter than a sample, is left out.
+
+    Raises DataError for an unusable set, or one with fewer tokens than one sample needs.
+    """
+
+    def __init__(self, path: str | Path, seq_len: int, *, seed: int, epoch: int = 0, shuffle: bool = True) -> None:
+        self.tokens = PackedTokens(path)
+        self.seq_len = seq_len
+        self.seed = seed
+        self.shuffle = shuffle
+        self.n_samples = (len(self.tokens) - 1) // seq_len
+        if self.n_samples < 1:
+            raise DataError(
+                f"{path}: {len(self.tokens)} tokens, but one sample of seq_len {seq_len} needs {seq_len + 1}"
+            )
+        self.set_epoch(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Reshuffle for `epoch` (0-based)."""
+        self.epoch = epoch
+        self.order = Permutation(self.n_samples, derive_seed("data order", self.seed, epoch))
+
+    def __len__(self) -> int:
+        return self.n_samples
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        if not 0 <= i < self.n_samples:
+            raise IndexError(f"sample {i} of {self.n_samples}")
+        window = self.order(i) if self.shuffle else i
+        start = window * self.seq_len
+        tokens = self.tokens.slice(start, start + self.seq_len + 1)
+        return {"input": tokens[:-1], "labels": tokens[1:]}
+
+
+def write_packed(
+    path: str | Path, documents: Iterable[list[int]], tokenizer_file: Path, vocab_size: int, eos_id: int
+) -> dict:
+    """Write a packed set of one shard; the folder appears only when it is whole. Returns the manifest.
+
+    Raises DataError when `documents` is empty: a run on it could not take a step.
+    """
+    folder = Path(path)
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    dtype = np.dtype("uint16" if vocab_size <= 2**16 else "uint32")
+    ends, total = [], 0
+    digest = hashlib.sha256()
+    with open(partial / "shard-00000.tokens", "wb") as out:
+        for document in documents:
+            data = np.asarray([*document, eos_id], dtype=dtype).tobytes()
+            out.write(data)
+            digest.update(data)
+            total += len(document) + 1
+            ends.append(total)
+    if not ends:
+        raise DataError(f"{folder}: no documents to write")
+    np.asarray(ends, dtype=np.int64).tofile(partial / "shard-00000.documents")
+    shutil.copyfile(tokenizer_file, partial / "tokenizer.json")
+    manifest = {
+        "format": FORMAT,
+        "dtype": dtype.name,
+        "vocab_size": vocab_size,
+        "eos_id": eos_id,
+        "tokens": total,
+        "documents": len(ends),
+        "tokenizer": {
+            "file": "tokenizer.json",
+            "sha256": hashlib.sha256(tokenizer_file.read_bytes()).hexdigest(),
+        },
+        "shards": [
+            {
+                "file": "shard-00000.tokens",
+                "tokens": total,
+                "documents_file": "shard-00000.documents",
+                "documents": len(ends),
+                "sha256": digest.hexdigest(),
+            }
+        ],
+    }
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    partial.rename(folder)
+    return manifest

@@ -1,0 +1,3 @@
+from .parallelize import parallelize
+
+__all__ = ["parallelize"]

@@ -1,0 +1,147 @@
+"""Everything that spreads a decoder over devices, in the order it must be applied: tensor parallel with sequence
+parallel, activation checkpointing, compile, then FSDP2, HSDP or DDP. Pipeline stages come here one by one from
+TorchTitan's `pipeline_llm`.
+"""
+
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
+from torchtitan.models.llama3.infra.parallelize import (
+    _op_sac_save_list,
+    apply_compile,
+    apply_ddp,
+    apply_fsdp,
+    disable_fsdp_gradient_division,
+)
+from torchtitan.tools.utils import device_type
+
+from ..config import JobConfig
+from ..models.block import Block, Residual
+from ..models.decoder import Decoder
+
+
+def parallelize(model: Decoder, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+    """Apply every parallelism but the pipeline's to `model` (on the meta device) and return it."""
+    compiled = job_config.compile.enable and "model" in job_config.compile.components
+    if parallel_dims.tp_enabled:
+        tp_mesh = parallel_dims.get_mesh("tp")
+        apply_tensor_parallel(model, tp_mesh, not job_config.parallelism.disable_loss_parallel)
+        maybe_enable_async_tp(job_config, tp_mesh)
+    if job_config.activation_checkpoint.mode != "none":
+        apply_ac(
+            model,
+            job_config.activation_checkpoint,
+            model_compile_enabled=compiled,
+            op_sac_save_list=_op_sac_save_list,
+            base_folder=job_config.job.dump_folder,
+        )
+    if compiled:
+        apply_compile(model, job_config.compile)
+    if parallel_dims.fsdp_enabled:
+        names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+        shard_parameters(model, parallel_dims.get_mesh(names), parallel_dims.pp_enabled, job_config)
+    elif parallel_dims.dp_replicate_enabled:
+        apply_ddp(model, parallel_dims.get_mesh("dp_replicate"), enable_compile=compiled)
+    return model
+
+
+def sublayer_plan(name: str, residual: Residual) -> dict:
+    """The tensor-parallel plan of one residual sublayer.
+
+    The residual stream, and with it the norm and every dropout placement, is split along the sequence
+    (plain local tensors of (B, S/tp, d)); the inner layer gathers its input and reduce-scatters its output.
+    """
+    projections = residual.inner.input_projections
+    masks_input = residual.placement in ("pre_linear", "vpad")
+    n_inputs = residual.n_masks if masks_input else 1
+    (output_projection,) = {
+        child for child, module in residual.inner.named_children() if isinstance(module, nn.Linear)
+    } - set(projections)
+    return {
+        # local output: DTensor's own random generator, which dropout would then use, does not support CPU
+        f"{name}.norm": SequenceParallel(use_local_output=True),
+        f"{name}.inner": PrepareModuleInput(
+            input_layouts=(Shard(1),) * n_inputs, desired_input_layouts=(Replicate(),) * n_inputs
+        ),
+        **{f"{name}.inner.{projection}": ColwiseParallel() for projection in projections},
+        f"{name}.inner.{output_projection}": RowwiseParallel(output_layouts=Shard(1)),
+    }
+
+
+def apply_tensor_parallel(model: Decoder, tp_mesh: DeviceMesh, loss_parallel: bool) -> None:
+    """Shard heads, feed-forward channels and vocabulary; split the residual stream along the sequence."""
+    parallelize_module(
+        model,
+        tp_mesh,
+        {
+            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "output": ColwiseParallel(
+                input_layouts=Shard(1),
+                output_layouts=Shard(-1) if loss_parallel else Replicate(),
+                use_local_output=not loss_parallel,
+            ),
+        },
+    )
+    model.tie_embeddings()  # parallelize_module made two parameters of the tied one
+    model.sequence_shards = tp_mesh.size()
+    if model.tok_embeddings is not None:
+        # torch 2.12 to 2.15: an AsyncCollectiveTensor that enters a compiled block breaks its backward
+        model.tok_embeddings.register_forward_hook(
+            lambda module, inputs, output: output.wait() if isinstance(output, AsyncCollectiveTensor) else output
+        )
+    for block in model.layers.values():
+        assert isinstance(block, Block)
+        block.attention.inner.shard_heads(tp_mesh.get_local_rank(), tp_mesh.size())
+        plan: dict = {}
+        for name, residual in block.named_children():
+            plan |= sublayer_plan(name, residual)
+        parallelize_module(block, tp_mesh, plan)
+
+
+def shard_parameters(model: Decoder, mesh: DeviceMesh, pp_enabled: bool, job_config: JobConfig) -> None:
+    """FSDP2 (1-D mesh) or HSDP (2-D mesh)."""
+    param_dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
+    reduce_dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce]
+    policy = job_config.parallelism.fsdp_reshard_after_forward
+    cpu_offload = job_config.training.enable_cpu_offload
+    if model.args.tied_embeddings:
+        # A tied weight must lie in one FSDP group: the root's, which holds embedding, norm and head.
+        fsdp_config: dict = {
+            "mesh": mesh,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+        }
+        if cpu_offload:
+            fsdp_config["offload_policy"] = CPUOffloadPolicy()
+        for block in model.layers.values():
+            fully_shard(block, **fsdp_config, reshard_after_forward=policy != "never")
+        fully_shard(model, **fsdp_config)
+        disable_fsdp_gradient_division(model)
+    else:
+        apply_fsdp(
+            model,
+            mesh,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            pp_enabled=pp_enabled,
+            cpu_offload=cpu_offload,
+            reshard_after_forward_policy=policy,
+        )
+    if device_type == "cpu":
+        # gloo has no PREMUL_SUM, which FSDP2 picks for TorchTitan's gradient divide factor of 1
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)

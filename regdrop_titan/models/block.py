@@ -1,0 +1,65 @@
+"""A block is one or two residual sublayers, and a residual sublayer is where every dropout placement stands."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..regularization import inverted_dropout, vpad
+from .args import DecoderArgs
+from .attention import Attention, AttentionContext
+from .feed_forward import FeedForward
+
+
+class Residual(nn.Module):
+    """`x + inner(norm(x))`, with dropout at the place named by `placement` (LG secs 3-4).
+
+    In evaluation, and at `p = 0`, every placement is bit for bit the dense sublayer and draws nothing.
+    """
+
+    def __init__(self, args: DecoderArgs, inner: nn.Module) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.inner = inner
+        self.placement = args.placement
+        self.p = args.p
+        self.stop_gradient = args.vpad_stop_gradient
+        # mask = "per_linear": an independent mask for each projection that reads the norm's output
+        self.n_masks = len(inner.input_projections) if args.mask == "per_linear" else 1
+
+    def forward(self, x: Tensor, **context) -> Tensor:  # (B, S, d) -> (B, S, d)
+        h = self.norm(x)
+        match self.placement if self.training and self.p > 0.0 else "none":
+            case "none":
+                return x + self.inner(h, **context)
+            case "pre_norm":
+                return x + inverted_dropout(self.inner(h, **context), self.p)
+            case "pre_linear":
+                return x + self.inner(*self.masked(inverted_dropout, h), **context)
+            case "vpad":
+                return x + self.inner(*self.masked(self.vpad, h), **context)
+            case unknown:
+                raise ValueError(f"unknown dropout placement {unknown!r}")
+
+    def vpad(self, h: Tensor, p: float) -> Tensor:
+        return vpad(h, p, stop_gradient=self.stop_gradient)
+
+    def masked(self, drop: Callable[[Tensor, float], Tensor], h: Tensor) -> list[Tensor]:
+        """The inner layer's input under one mask, or one input a projection, each under its own mask."""
+        return [drop(h, self.p) for _ in range(self.n_masks)]
+
+
+class Block(nn.Module):
+    """Attention and feed-forward sublayers. (B, S, d) -> (B, S, d)."""
+
+    def __init__(self, args: DecoderArgs) -> None:
+        super().__init__()
+        self.attention = Residual(args, Attention(args))
+        self.feed_forward = Residual(args, FeedForward(args))
+
+    def context(self, seq_len: int, device: torch.device, documents: Tensor | None) -> AttentionContext:
+        return self.attention.inner.context(seq_len, device, documents)
+
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        x = self.attention(x, context=context)
+        return self.feed_forward(x)

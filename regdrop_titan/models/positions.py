@@ -1,0 +1,136 @@
+"""Positions: NAPE and ALiBi slopes, the additive attention bias, causal masks, rotary tables (spec: LG sec. 5).
+
+Everything here depends only on lengths and slopes, so it is built once a length and kept (`lru_cache`); the
+caches are keyed by length, window, slopes and device.
+"""
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+SLOPE_KINDS = ("inverse", "exp2", "press")
+
+
+def _press_slopes(n: int) -> list[float]:
+    """Press et al.'s rule: `2^(-8h/n)` for a power of two `n`; else the slopes of the power of two below,
+    then every second slope of the power of two above, as their released code does."""
+    if math.log2(n).is_integer():
+        return [2.0 ** (-8.0 * h / n) for h in range(1, n + 1)]
+    below = 2 ** math.floor(math.log2(n))
+    return _press_slopes(below) + _press_slopes(2 * below)[0::2][: n - below]
+
+
+def _alibi(n_heads: int, kind: str) -> list[float]:
+    if kind not in SLOPE_KINDS:
+        raise ValueError(f"slopes must be one of {', '.join(SLOPE_KINDS)}, got {kind!r}")
+    if kind == "press":
+        return _press_slopes(n_heads)
+    return [1.0 / h if kind == "inverse" else 2.0 ** -(h - 1) for h in range(1, n_heads + 1)]
+
+
+def _nape(n_heads: int, kind: str) -> list[float]:
+    if n_heads < 2 or n_heads % 2:
+        raise ValueError(f"NAPE needs an even number of heads (half ALiBi, half NoPE), got {n_heads}")
+    return _alibi(n_heads // 2, kind) + [0.0] * (n_heads // 2)
+
+
+def alibi_slopes(n_heads: int, kind: str = "press") -> Tensor:
+    """ALiBi slopes of `n_heads` heads, all of them positional: (n_heads,) fp32.
+
+    `kind`: "inverse" `1/h`, "exp2" `2^-(h-1)`, "press" Press et al., with `h = 1 ... n_heads`.
+    """
+    return torch.tensor(_alibi(n_heads, kind), dtype=torch.float32)
+
+
+def nape_slopes(n_heads: int, kind: str = "inverse") -> Tensor:
+    """NAPE slopes: ALiBi in the first half of the heads, none in the second (LG sec. 5).
+
+    Args:
+        n_heads: number of query heads `H`, even.
+        kind: "inverse" `1/h` (the authors' released code), "exp2" `2^-(h-1)`, "press" (over H/2 heads).
+
+    Returns:
+        (H,) fp32, by global query head; the second half is 0.
+
+    Raises:
+        ValueError: `n_heads` is odd or not positive, or `kind` is unknown.
+    """
+    return torch.tensor(_nape(n_heads, kind), dtype=torch.float32)
+
+
+def head_slopes(position: str, slopes: str, n_heads: int) -> tuple[float, ...] | None:
+    """The slopes of all query heads of a position kind, None for kinds without a bias (`rope`, `nope`).
+
+    Plain floats: a module that keeps them needs no buffer, which meta init and mixed precision would touch.
+    """
+    if position == "nape":
+        return tuple(_nape(n_heads, slopes))
+    if position == "alibi":
+        return tuple(_alibi(n_heads, slopes))
+    return None
+
+
+@functools.lru_cache(maxsize=8)
+def rotary_table(seq_len: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin, each (S, head_dim/2) fp32, of the rotary angles `i theta^(-2c/head_dim)`."""
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
+    angles = torch.outer(torch.arange(seq_len, device=device, dtype=torch.float64), frequencies)
+    return angles.cos().float(), angles.sin().float()
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate-half rotary embedding of x (B, S, H, head_dim), computed in fp32, returned in x's dtype."""
+    cos, sin = cos[:, None, :], sin[:, None, :]  # (S, 1, head_dim/2)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def visible(distance: Tensor, window: int | None) -> Tensor:
+    """Which keys a query sees by distance `i - j`: itself and the past, `window` keys in all when set."""
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
+
+
+@functools.lru_cache(maxsize=4)
+def attention_bias(
+    slopes: tuple[float, ...] | None, window: int | None, seq_len: int, device: torch.device
+) -> Tensor:
+    """The additive bias of the scaled scores: (1, H, S, S) fp32, H = 1 without slopes.
+
+    `-m_h (i - j)` where query `i` sees key `j`, -inf elsewhere. fp32: bf16 cannot hold distances past 256.
+    """
+    position = torch.arange(seq_len, device=device)
+    distance = position[:, None] - position[None, :]  # (S, S): i - j
+    slope = torch.tensor([0.0] if slopes is None else slopes, device=device)
+    bias = -slope[:, None, None] * distance.float()  # (H, S, S)
+    return bias.masked_fill(~visible(distance, window), -torch.inf).unsqueeze(0)
+
+
+def document_ids(tokens: Tensor, eos_id: int) -> Tensor:
+    """The document each token belongs to: (B, S) int32, counted from 0; end-of-text closes its document."""
+    ends = (tokens == eos_id).int()
+    return ends.cumsum(dim=1, dtype=torch.int32) - ends
+
+
+@functools.lru_cache(maxsize=8)
+def causal_block_mask(window: int | None, seq_len: int, device: torch.device) -> BlockMask:
+    """FlexAttention's block mask of the causal (and windowed) pattern, for any batch and head count."""
+    return create_block_mask(
+        lambda b, h, i, j: visible(i - j, window), B=None, H=None, Q_LEN=seq_len, KV_LEN=seq_len, device=device
+    )
+
+
+def document_block_mask(documents: Tensor, window: int | None) -> BlockMask:
+    """As `causal_block_mask`, keys of other documents hidden too; documents (B, S)."""
+    batch, seq_len = documents.shape
+    return create_block_mask(
+        lambda b, h, i, j: visible(i - j, window) & (documents[b, i] == documents[b, j]),
+        B=batch,
+        H=None,
+        Q_LEN=seq_len,
+        KV_LEN=seq_len,
+        device=documents.device,
+    )

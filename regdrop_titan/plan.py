@@ -1,0 +1,122 @@
+"""`train.py --plan`: what a run would be, by arithmetic, before it costs anything."""
+
+from pathlib import Path
+
+import torch
+from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.components.optimizer import OptimizersContainer
+
+from .config import JobConfig, model_args
+from .models import Decoder
+
+GIB = 1024**3
+
+
+def data_parallel_degree(config: JobConfig, world_size: int) -> int:
+    parallel = config.parallelism
+    return world_size // (parallel.tensor_parallel_degree * parallel.pipeline_parallel_degree)
+
+
+def default_world_size(config: JobConfig) -> int:
+    """The processes that the parallel degrees ask for; with a free sharding degree, as many of one node's 8 as the
+    global batch can be divided over."""
+    parallel, training = config.parallelism, config.training
+    fixed = (
+        parallel.data_parallel_replicate_degree
+        * parallel.tensor_parallel_degree
+        * parallel.pipeline_parallel_degree
+    )
+    if parallel.data_parallel_shard_degree != -1:
+        return fixed * parallel.data_parallel_shard_degree
+    shards = max(1, 8 // fixed)
+    local = training.local_batch_size * parallel.data_parallel_replicate_degree
+    while training.global_batch_size > 0 and shards > 1 and training.global_batch_size % (local * shards):
+        shards -= 1
+    return fixed * shards
+
+
+def learning_rates(config: JobConfig, steps: list[int]) -> list[float]:
+    """The learning rate of each of `steps` (1-based), from TorchTitan's own schedule."""
+    weight = torch.nn.Linear(1, 1)
+    optimizers = OptimizersContainer([weight], torch.optim.SGD, {"lr": config.optimizer.lr})
+    (scheduler,) = build_lr_schedulers(optimizers, config.lr_scheduler, config.training.steps).schedulers
+    (factor,) = scheduler.lr_lambdas
+    return [config.optimizer.lr * factor(step - 1) for step in steps]
+
+
+def memory_bytes(config: JobConfig, world_size: int, n_parameters: int) -> dict[str, float]:
+    """A rough estimate of a GPU's memory by part, in bytes.
+
+    fp32 weights, gradients and two Adam moments, over the ranks that share them; activations at about 34 d + 5 S H
+    bytes a token and layer without recomputation (Korthikanti et al. 2205.05198, attention fused: no S H term, and
+    SwiGLU's wider middle), 2 d with full recomputation; logits and their gradient in fp32 and bf16.
+    """
+    args, parallel, training = model_args(config), config.parallelism, config.training
+    tp, pp = parallel.tensor_parallel_degree, parallel.pipeline_parallel_degree
+    shards = data_parallel_degree(config, world_size) // parallel.data_parallel_replicate_degree
+    tokens = training.local_batch_size * training.seq_len
+    width = 2 if training.mixed_precision_param == "bfloat16" else 4
+    block = width * tokens * (16 * args.dim + 5 * args.ffn_dim) / tp
+    kept = {"none": 1.0, "selective": 0.5, "memory_budget": config.activation_checkpoint.memory_budget, "full": 0.0}
+    share = kept[config.activation_checkpoint.mode]
+    layers = -(-args.n_layers // pp)
+    boundary = width * tokens * args.dim / tp
+    return {
+        "weights, gradients, optimizer": 16 * n_parameters / (shards * tp * pp),
+        "gathered block": width * args.layer_parameters() / tp,
+        "activations": layers * (share * block + boundary) + (1 - share) * block,
+        "logits": tokens * args.vocab_size / tp * (2 * 4 + width),
+    }
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def plan(config: JobConfig, world_size: int, mfu: float, peak_tflops: float) -> str:
+    """The plan of a run on `world_size` GPUs as text.
+
+    Args:
+        mfu: share of `peak_tflops` (TFLOP/s a GPU) that the run is assumed to reach.
+    """
+    args, training = model_args(config), config.training
+    dp = data_parallel_degree(config, world_size)
+    with torch.device("meta"):
+        model = Decoder(args)
+    n_parameters, flops_per_token = args.get_nparams_and_flops(model, training.seq_len)
+    embeddings = n_parameters - args.n_layers * args.layer_parameters() - args.dim
+    sequences = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * dp
+    tokens_per_step = sequences * training.seq_len
+    tokens = tokens_per_step * training.steps
+    flops = flops_per_token * tokens
+    hours = flops / (world_size * peak_tflops * 1e12 * mfu) / 3600
+
+    rows = [
+        ("model", f"{config.model.name} {config.model.flavor}, {args.n_layers} layers, width {args.dim}"),
+        ("positions", args.position + (f", {args.slopes} slopes" if args.position in ("nape", "alibi") else "")),
+        ("parameters", f"{n_parameters / 1e6:,.1f} M, {(n_parameters - embeddings) / 1e6:,.1f} M without embeddings"),
+        ("dropout", "none" if args.placement == "none" or args.p == 0 else f"{args.placement}, p = {args.p}"),
+        ("steps", f"{training.steps:,}"),
+        ("tokens a step", f"{tokens_per_step:,} ({sequences} sequences of {training.seq_len})"),
+        ("tokens", f"{tokens / 1e9:,.2f} B" if tokens >= 1e9 else f"{tokens / 1e6:,.2f} M"),
+        ("GPUs", f"{world_size} (data parallel {dp}, TP {config.parallelism.tensor_parallel_degree}, "
+                 f"PP {config.parallelism.pipeline_parallel_degree})"),
+        ("micro-batches a step", f"{sequences // (training.local_batch_size * dp)} of {training.local_batch_size} "
+                                 "sequences a rank"),
+        ("FLOPs", f"{flops:.3e} ({flops_per_token / 1e9:,.4g} G a token)"),
+        ("hours", f"{hours:,.1f} at an MFU of {mfu} and {peak_tflops:g} TFLOP/s a GPU"),
+    ]  # fmt: skip
+    if config.training.dataset == "packed" and not Path(training.dataset_path or "").exists():
+        built = training.dataset_source == "stdlib"
+        rows.append(("data", f"{training.dataset_path}: {'built on first use' if built else 'not there yet'}"))
+    parts = memory_bytes(config, world_size, n_parameters)
+    memory = [(name, f"{value / GIB:8.2f} GiB") for name, value in parts.items()]
+    memory.append(("in all, about", f"{sum(parts.values()) / GIB:8.2f} GiB"))
+
+    total = training.steps
+    marks = sorted({1, *(max(1, round(total * share)) for share in (0.01, 0.025, 0.1, 0.25, 0.5, 0.75, 0.9)), total})
+    rates = [(f"step {step:,}", f"{lr:.3e}") for step, lr in zip(marks, learning_rates(config, marks), strict=True)]
+    return "\n\n".join(
+        [_table(rows), "Memory a GPU (estimate)\n" + _table(memory), "Learning rate\n" + _table(rates)]
+    )

@@ -1,0 +1,175 @@
+"""TorchTitan's trainer, with gradients that are the same in every layout and dropout masks that resume exactly."""
+
+import contextlib
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchtitan
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torchtitan.components.loss import LossFunction, build_cross_entropy_loss
+from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
+from torchtitan.train import Trainer as TitanTrainer
+
+from . import __version__
+from .config import JobConfig
+from .data.packed import read_manifest
+from .models.positions import document_ids
+from .seeds import derive_seed
+
+
+class TokenLoss:
+    """Cross-entropy summed over tokens, divided by `denominator` while one is set.
+
+    TorchTitan 0.2.2 divides the loss outside of the pipeline schedule, after the gradients are made: under PP they
+    are too large by the number of tokens, and under pure DDP too small by the number of replicas. Dividing where
+    the loss is made is right for both. Validation, which shares this object, sees the sum.
+    """
+
+    def __init__(self, cross_entropy: LossFunction) -> None:
+        self.cross_entropy = cross_entropy
+        self.denominator: torch.Tensor | float | None = None
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = self.cross_entropy(logits, labels)
+        return loss if self.denominator is None else loss / self.denominator
+
+
+def build_loss(job_config: JobConfig, **kwargs) -> TokenLoss:
+    return TokenLoss(build_cross_entropy_loss(job_config, **kwargs))
+
+
+def build_tokenizer(job_config: JobConfig) -> BaseTokenizer | None:
+    """The tokenizer of TorchTitan's own data sets; packed sets are tokens already."""
+    return None if job_config.training.dataset == "packed" else build_hf_tokenizer(job_config)
+
+
+class Trainer(TitanTrainer):
+    """One training run. `train()` resumes from the newest checkpoint in `job.dump_folder`, if there is one."""
+
+    def __init__(self, job_config: JobConfig) -> None:
+        job_config.debug.seed = job_config.training.seed
+        super().__init__(job_config)
+        self.stepped = False
+        dims = self.parallel_dims
+        self.dp_degree = dims.dp_replicate * dims.dp_shard
+        self.replicas = dims.dp_replicate if dims.dp_replicate_enabled and not dims.fsdp_enabled else 1
+        if job_config.training.mixed_precision_param == "float32":
+            self.maybe_enable_amp = contextlib.nullcontext()  # torch warns of autocast to fp32 on CPU
+            if job_config.validation.enable:
+                self.validator.maybe_enable_amp = self.maybe_enable_amp
+        for part in self.model_parts:
+            part.args.eos_id = self.eos_id()
+        self.model_args.eos_id = self.eos_id()
+        if self.model_args.placement != "none" and self.model_args.p > 0:
+            self.seed_dropout()
+        if torch.distributed.get_rank() == 0:
+            self.write_config()
+
+    def eos_id(self) -> int:
+        """The end-of-text id of the training data."""
+        if self.tokenizer is not None:
+            return self.tokenizer.eos_id or 0
+        return read_manifest(self.job_config.training.dataset_path)["eos_id"]
+
+    def write_config(self) -> None:
+        """Leave the resolved configuration in the dump folder: it names the model for every later command."""
+        folder = Path(self.job_config.job.dump_folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            **self.job_config.to_dict(),
+            "model_args": dataclasses.asdict(self.model_args),
+            "versions": {
+                "regdrop_titan": __version__,
+                "torchtitan": torchtitan.__version__,
+                "torch": torch.__version__,
+            },
+        }
+        partial = folder / "config.json.partial"
+        partial.write_text(json.dumps(config, indent=2) + "\n")
+        os.replace(partial, folder / "config.json")
+
+    # Dropout ---------------------------------------------------------------------------------------------------
+
+    def seed_dropout(self) -> None:
+        """Seed torch's generator before every forward of a model part, from what the forward is for.
+
+        So masks differ over steps, micro-batches (those of accumulation and of the pipeline), data-parallel ranks,
+        stages, and tensor-parallel ranks (which hold other tokens: dropout stands where the sequence is split),
+        and a resumed run draws what the undisturbed run would have. Forwards without gradients, such as the one by
+        which a pipeline learns its shapes in the first step of a process, count for nothing.
+        """
+        dims = self.parallel_dims
+
+        def rank(mesh_name: str) -> int:
+            mesh = dims.get_optional_mesh(mesh_name)
+            return 0 if mesh is None else mesh.get_local_rank()
+
+        where = (rank("batch"), rank("pp"), rank("tp"))
+        self.forwards = [0] * len(self.model_parts)  # of this step, by model part
+
+        def hook(part_index: int):
+            def seed(module: nn.Module, inputs: tuple) -> None:
+                if module.training and torch.is_grad_enabled():
+                    forward = self.forwards[part_index]
+                    self.forwards[part_index] += 1
+                    seed = self.job_config.training.seed
+                    torch.manual_seed(derive_seed("dropout", seed, self.step, forward, part_index, *where))
+
+            return seed
+
+        for index, part in enumerate(self.model_parts):
+            part.register_forward_pre_hook(hook(index))
+
+    # Steps -----------------------------------------------------------------------------------------------------
+
+    def train_step(self, data_iterator) -> None:
+        if not self.stepped:  # the checkpoint is loaded by now, and this process's first step begins
+            self.metrics_processor.rewind(self.step - 1)
+            self.stepped = True
+        self.forwards = [0] * len(self.model_parts)
+        super().train_step(data_iterator)
+
+    def post_dataloading_process(self, input_dict, labels):
+        inputs, labels, extra_inputs, extra_kwargs = super().post_dataloading_process(input_dict, labels)
+        if self.model_args.document_mask:
+            # every pipeline stage needs it, and only the first one sees the tokens
+            extra_kwargs["documents"] = document_ids(inputs, self.model_args.eos_id)
+        return inputs, labels, extra_inputs, extra_kwargs
+
+    def forward_backward_step(self, *, input_dict, labels, global_valid_tokens) -> torch.Tensor:
+        # DDP averages gradients over replicas: divide by so many tokens fewer, and report the loss as it is
+        self.loss_fn.denominator = global_valid_tokens / self.replicas
+        try:
+            loss = super().forward_backward_step(input_dict=input_dict, labels=labels, global_valid_tokens=1.0)
+        finally:
+            self.loss_fn.denominator = None
+        return loss / self.replicas
+
+    @record
+    def train(self) -> None:
+        super().train()
+
+    # State -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """`ntokens_seen` counts the tokens of all ranks. `run` is a JSON string, so that later versions can add to
+        it: a new key of its own would make older checkpoints unloadable."""
+        return {
+            "step": self.step,
+            "ntokens_seen": self.ntokens_seen * self.dp_degree,
+            "run": json.dumps({"seed": self.job_config.training.seed}),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step = state_dict["step"]
+        self.ntokens_seen = state_dict["ntokens_seen"] // self.dp_degree
+        saved, now = json.loads(state_dict["run"])["seed"], self.job_config.training.seed
+        if saved != now:
+            torchtitan.tools.logging.logger.warning(
+                f"training.seed was {saved} when the checkpoint was written and is {now}: data order and masks change"
+            )
