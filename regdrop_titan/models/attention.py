@@ -33,7 +33,7 @@ class AttentionContext:
     a module's arguments to bf16, and the bias must stay fp32.
     """
 
-    rotary: tuple[Tensor, Tensor] | None = None  # cos, sin: (S, head_dim/2) fp32
+    rotary: tuple[Tensor, Tensor] | None = None  # cos, signed sin: (S, head_dim) fp32
     bias: Tensor | None = None  # (1 or B, 1 or H, S, S) fp32, -inf where hidden; None: plain causal (CPU)
     slopes: Tensor | None = None  # (H,) fp32 (CUDA)
     block_mask: BlockMask | None = None  # None: plain causal (CUDA)
@@ -48,7 +48,8 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     # autocast would cast the bias to bf16 too
     with torch.autocast(q.device.type, enabled=False):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=context.bias.to(torch.promote_types(q.dtype, torch.float32)))
+        bias = context.bias.to(torch.promote_types(q.dtype, torch.float32))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
 def flex_attention_with_slopes(

