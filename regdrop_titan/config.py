@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import torchtitan.config as titan
+import tyro
 from pydantic import TypeAdapter, ValidationError
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torchtitan.config.manager import custom_registry
@@ -231,50 +232,69 @@ def _read_toml(path: str, faults: list[str]) -> dict | None:
     return None
 
 
-def _normalise(flag: str) -> str:
-    """`--section.some-key` as `section.some_key`; `--section.no-key` as `section.key`."""
-    key = flag.lstrip("-").replace("-", "_")
-    section, _, name = key.rpartition(".")
-    return f"{section}.{name.removeprefix('no_')}" if section else key
+@dataclass
+class Override:
+    """One command-line override: `--section.key value`."""
+
+    key: str
+    values: list[str]
+
+    def tyro_args(self) -> list[str]:
+        """As tyro reads it: a bool is a flag, `--section.key` or `--section.no-key`; an optional one has a value."""
+        section, _, name = self.key.rpartition(".")
+        flag = f"--{self.key}"
+        kind = _field_type(self.key)
+        if kind not in (bool, bool | None):
+            return [flag, *self.values]
+        word = self.values[0].lower() if len(self.values) == 1 else "" if self.values else "true"
+        if word not in ("true", "false"):
+            return [flag, *self.values]  # tyro refuses it
+        if kind is bool:
+            return [flag if word == "true" else f"--{section}.no-{name}"]
+        return [flag, word.capitalize()]
 
 
-def _split_overrides(args: list[str], faults: list[str]) -> list[list[str]]:
-    """`["--a.b", "1", "--c.d=2"]` as `[["--a.b", "1"], ["--c.d=2"]]`, unknown ones listed and left out."""
-    groups: list[list[str]] = []
-    for arg in args:
-        if arg.startswith("--"):
-            groups.append([arg])
-        elif groups:
-            groups[-1].append(arg)
-        else:
-            faults.append(f"{arg!r}: unexpected argument; write --section.key value")
-    known = _keys(JobConfig)
-    kept = []
-    for group in groups:
-        key = _normalise(group[0].split("=", 1)[0])
-        raw = group[0].split("=", 1)[0].lstrip("-").replace("-", "_")
-        if key in known or raw in known:
-            kept.append(group)
-        else:
-            faults.append(f"--{raw}: unknown key{_nearest(raw, known)}")
-    return kept
-
-
-def _override_fault(group: list[str]) -> str:
-    raw = group[0].split("=", 1)[0].lstrip("-").replace("-", "_")
-    key = raw if raw in _keys(JobConfig) else _normalise(group[0].split("=", 1)[0])
+def _field_type(key: str) -> Any:
     cls: Any = JobConfig
     for name in key.split("."):
         cls = {f.name: f.type for f in fields(cls)}[name]
-    value = group[0].split("=", 1)[1] if "=" in group[0] else " ".join(group[1:])
-    return f"--{key} {value}".rstrip() + f": must be {_describe(cls)}"
+    return cls
 
 
-def _apply_overrides(config: JobConfig, groups: list[list[str]], faults: list[str]) -> JobConfig:
+def _read_overrides(args: list[str], faults: list[str]) -> list[Override]:
+    """The overrides in `args`; what is not one is listed in `faults`.
+
+    `--a.b 1`, `--a.b=1`, `--a.b-c 1`, and for bools `--a.b`, `--a.b true`, `--a.no-b` and `--no-a.b`.
+    """
+    overrides: list[Override] = []
+    known = _keys(JobConfig)
+    for arg in args:
+        if not arg.startswith("--"):
+            if overrides:
+                overrides[-1].values.append(arg)
+            else:
+                faults.append(f"{arg!r}: unexpected argument; write --section.key value")
+            continue
+        written, has_value, value = arg[2:].partition("=")
+        key = written.replace("-", "_")
+        section, _, name = key.rpartition(".")
+        negated = [f"{section}.{name.removeprefix('no_')}", key.removeprefix("no_")]
+        overrides.append(Override(key, [value] if has_value else []))
+        if key not in known:
+            off = next((k for k in negated if k in known and _field_type(k) in (bool, bool | None)), None)
+            if off is not None:
+                overrides[-1] = Override(off, ["false"])
+    for override in overrides:
+        if override.key not in known:
+            faults.append(f"--{override.key}: unknown key{_nearest(override.key, known)}")
+    return [override for override in overrides if override.key in known]
+
+
+def _apply_overrides(config: JobConfig, overrides: list[Override], faults: list[str]) -> JobConfig:
     """`config` with command-line overrides, read by tyro as TorchTitan does."""
-    import tyro
 
-    def read(args: list[str]) -> JobConfig | None:
+    def read(chosen: list[Override]) -> JobConfig | None:
+        args = [arg for override in chosen for arg in override.tyro_args()]
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             try:
                 return tyro.cli(JobConfig, args=args, default=config, registry=custom_registry)
@@ -282,13 +302,14 @@ def _apply_overrides(config: JobConfig, groups: list[list[str]], faults: list[st
                 return None
 
     titan.ConfigManager.register_tyro_rules(custom_registry)
-    result = read([arg for group in groups for arg in group])
-    if result is not None:
+    if (result := read(overrides)) is not None:
         return result
     # tyro stops at its first error: find every override that it refuses, keep the rest
-    refused = [group for group in groups if read(group) is None]
-    faults += [_override_fault(group) for group in refused]
-    return read([arg for group in groups if group not in refused for arg in group]) or config
+    refused = [override for override in overrides if read([override]) is None]
+    for override in refused:
+        written = " ".join([f"--{override.key}", *override.values])
+        faults.append(f"{written}: must be {_describe(_field_type(override.key))}")
+    return read([override for override in overrides if override not in refused]) or config
 
 
 def load_config(args: list[str], world_size: int | None = None, inputs: bool = False) -> JobConfig:
@@ -303,16 +324,13 @@ def load_config(args: list[str], world_size: int | None = None, inputs: bool = F
         ConfigError: listing every fault that was found.
     """
     faults: list[str] = []
-    groups = _split_overrides(args, faults)
-    path = None
-    for group in groups:
-        if _normalise(group[0].split("=", 1)[0]) == "job.config_file":
-            path = group[0].split("=", 1)[1] if "=" in group[0] else " ".join(group[1:])
+    overrides = _read_overrides(args, faults)
+    path = next((" ".join(o.values) for o in overrides if o.key == "job.config_file"), None)
     values = _read_toml(path, faults) if path else {}
     if values is None:
         raise ConfigError(faults)  # defaults in place of the file would only add misleading faults
     config = _from_dict(JobConfig, values, "", faults)
-    config = _apply_overrides(config, groups, faults)
+    config = _apply_overrides(config, overrides, faults)
     if not config.validation.local_batch_size:
         config.validation.local_batch_size = config.training.local_batch_size
     if not config.validation.seq_len:

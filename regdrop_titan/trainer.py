@@ -11,8 +11,9 @@ import torch
 import torchtitan
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
-from torchtitan.components.loss import LossFunction, build_cross_entropy_loss
+from torchtitan.components.loss import LossFunction, build_cross_entropy_loss, cross_entropy_loss
 from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
+from torchtitan.distributed import ParallelDims
 from torchtitan.train import Trainer as TitanTrainer
 
 from . import __version__
@@ -39,8 +40,11 @@ class TokenLoss:
         return loss if self.denominator is None else loss / self.denominator
 
 
-def build_loss(job_config: JobConfig, **kwargs) -> TokenLoss:
-    return TokenLoss(build_cross_entropy_loss(job_config, **kwargs))
+def build_loss(job_config: JobConfig, parallel_dims: ParallelDims) -> TokenLoss:
+    if parallel_dims.tp_enabled and not job_config.parallelism.disable_loss_parallel:
+        # Compiled over logits that are sharded by vocabulary, the loss comes out wrong, without an error (torch 2.13)
+        return TokenLoss(cross_entropy_loss)
+    return TokenLoss(build_cross_entropy_loss(job_config))
 
 
 def build_tokenizer(job_config: JobConfig) -> BaseTokenizer | None:

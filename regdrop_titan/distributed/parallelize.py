@@ -99,9 +99,10 @@ def apply_tensor_parallel(model: Decoder, tp_mesh: DeviceMesh, loss_parallel: bo
     model.tie_embeddings()  # parallelize_module made two parameters of the tied one
     model.sequence_shards = tp_mesh.size()
     if model.tok_embeddings is not None:
-        # torch 2.12 to 2.15: an AsyncCollectiveTensor that enters a compiled block breaks its backward
+        # torch 2.12 to 2.15: an AsyncCollectiveTensor that enters a compiled block breaks its backward. A copy
+        # waits for it and stays in the autograd graph, which .wait() leaves.
         model.tok_embeddings.register_forward_hook(
-            lambda module, inputs, output: output.wait() if isinstance(output, AsyncCollectiveTensor) else output
+            lambda module, inputs, output: output.clone() if isinstance(output, AsyncCollectiveTensor) else output
         )
     for block in model.layers.values():
         assert isinstance(block, Block)

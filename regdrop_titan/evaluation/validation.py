@@ -8,6 +8,7 @@ from itertools import islice
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import BaseValidator
 from torchtitan.distributed import utils as dist_utils
@@ -76,7 +77,8 @@ class Validator(BaseValidator):
         for input_dict, labels in self.batches():
             self.metrics_processor.ntokens_since_last_log += labels.numel()
             labels = labels.to(device_type)
-            loss_sum += self.batch_loss(model_parts, input_dict["input"].to(device_type), labels)
+            loss = self.batch_loss(model_parts, input_dict["input"].to(device_type), labels)
+            loss_sum += loss.full_tensor() if isinstance(loss, DTensor) else loss  # DTensor under loss parallel
             tokens += (labels != IGNORE_INDEX).sum()
         if self.parallel_dims.dp_cp_enabled:
             total = dist_utils.dist_sum(loss_sum, self.parallel_dims.get_optional_mesh("loss"))
@@ -97,6 +99,6 @@ class Validator(BaseValidator):
                 self.pp_schedule.eval(
                     *((inputs,) if self.pp_has_first_stage else ()), **kwargs, target=targets, losses=losses
                 )
-            return torch.stack(losses).sum().to(device_type) if losses else torch.zeros((), device=device_type)
+            return torch.stack(losses).sum() if losses else torch.zeros((), device=device_type)
         with self.validation_context(), self.maybe_enable_amp:
             return self.loss_fn(model_parts[0](inputs, **kwargs), labels)

@@ -1,0 +1,76 @@
+"""Starts real gloo ranks. One launch runs many cases, since a process takes seconds to import torch."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from regdrop_titan.metrics import read_records
+
+ROOT = Path(__file__).parent.parent.parent
+
+# A model and batch small enough for 4 ranks on 2 cores: 8 sequences of 32 tokens a step.
+BASE = """
+[model]
+name = "nape_llama3"
+flavor = "debug"
+[architecture]
+dim = 64
+n_layers = 4
+n_heads = 4
+n_kv_heads = 2
+ffn_dim = 96
+vocab_size = 256
+[training]
+dataset_path = "{packed}/train"
+seq_len = 32
+local_batch_size = 2
+global_batch_size = 8
+steps = 3
+mixed_precision_param = "float32"
+[optimizer]
+lr = 1e-2
+implementation = "for-loop"
+[lr_scheduler]
+warmup_steps = 2
+total_steps = 6
+[validation]
+dataset_path = "{packed}/validation"
+[metrics]
+log_freq = 1
+[activation_checkpoint]
+mode = "none"
+"""
+
+
+def environment() -> dict[str, str]:
+    """This process's, with the project importable and one thread a rank."""
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
+
+
+def torchrun(n: int, *command: str, timeout: int = 240, **kwargs) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", "--standalone", *command],
+        cwd=ROOT, env=environment(), timeout=timeout, text=True, capture_output=True, **kwargs,
+    )  # fmt: skip
+
+
+def run_cases(world_size: int, folder: Path, packed: Path, cases: dict[str, dict]) -> dict[str, list[dict]]:
+    """Train every case (name: {"args": [...], ...}) on `world_size` ranks; returns each one's metrics records.
+
+    A case's dump folder is `folder/name` unless its args say otherwise.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    toml = folder / "base.toml"
+    toml.write_text(BASE.format(packed=packed))
+    full = [
+        case | {"args": ["--job.config_file", str(toml), "--job.dump_folder", str(folder / name), *case["args"]]}
+        for name, case in cases.items()
+    ]
+    (folder / "cases.json").write_text(json.dumps(full))
+    done = torchrun(world_size, str(ROOT / "tests/distributed/worker.py"), str(folder / "cases.json"))
+    if done.returncode:  # the ranks' own words, without the launcher's
+        said = [line for line in done.stderr.splitlines() if line.startswith("[rank")] or [done.stderr]
+        raise AssertionError(f"{world_size} ranks failed:\n" + "\n".join(said)[-5000:])
+    return {name: read_records(folder / name / "metrics.jsonl") for name in cases}

@@ -1,0 +1,67 @@
+"""Runs training cases one after another in one set of ranks; started by `harness.run_cases` under torchrun.
+
+A case is `{"args": [...], "check_init": bool, "masks": file or null}`. Its results lie in its dump folder; with
+"masks" each rank appends the hash of every dropout mask it draws to `file.RANK`.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
+import types
+
+import regdrop_titan  # noqa: F401
+import torch
+import torchtitan.train
+from torch.distributed.tensor import DTensor
+
+from regdrop_titan.config import load_config
+from regdrop_titan.models.initialization import canonical_name, initial_value
+from regdrop_titan.regularization import dropout
+from regdrop_titan.trainer import Trainer
+
+# TorchTitan's rank 0 sleeps two seconds at the end of a run
+torchtitan.train.time = types.SimpleNamespace(sleep=lambda seconds: None, perf_counter=time.perf_counter)
+
+draw_keep = dropout._draw_keep
+
+
+def check_initial_weights(trainer: Trainer) -> None:
+    """Every parameter of this layout, gathered, is the initial value of its name."""
+    for part in trainer.model_parts:
+        for name, parameter in part.named_parameters():
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            expected = initial_value(canonical_name(name), parameter.shape, trainer.model_args)
+            assert torch.equal(whole.cpu(), expected), name
+
+
+def log_masks(trainer: Trainer, path: str) -> None:
+    def draw(x, p):
+        keep = draw_keep(x, p)
+        digest = hashlib.sha256(keep.numpy().tobytes()).hexdigest()[:16]
+        with open(f"{path}.{os.environ['RANK']}", "a") as file:
+            file.write(json.dumps([trainer.step, list(keep.shape), digest]) + "\n")
+        return keep
+
+    dropout._draw_keep = draw
+
+
+def main() -> None:
+    logging.getLogger().setLevel(logging.ERROR)
+    world_size = int(os.environ["WORLD_SIZE"])
+    for case in json.load(open(sys.argv[1])):
+        trainer = Trainer(load_config(case["args"], world_size, inputs=True))
+        dropout._draw_keep = draw_keep
+        if case.get("check_init"):
+            check_initial_weights(trainer)
+        if case.get("masks"):
+            log_masks(trainer, case["masks"])
+        trainer.train()
+        trainer.close()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
