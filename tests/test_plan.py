@@ -1,0 +1,57 @@
+import pytest
+
+from regdrop_titan.config import load_config
+from regdrop_titan.plan import default_world_size, learning_rates, memory_bytes, plan
+
+ARGS = ["--model.flavor", "400M", "--training.global_batch_size", "256", "--training.steps", "76294",
+        "--lr_scheduler.warmup_steps", "1907", "--optimizer.lr", "6e-4"]  # fmt: skip
+
+
+def test_numbers_of_the_400m_run():
+    text = plan(load_config(ARGS), 8, mfu=0.5, peak_tflops=1000)
+    assert "423.5 M, 226.5 M without embeddings" in text
+    assert "40.00 B" in text and "524,288 (256 sequences of 2048)" in text
+    # 6 x (423.5 - 98.5) M + 12 x 24 x 768 x 2048 FLOPs a token, by hand
+    per_token = 6 * (423_531_264 - 128256 * 768) + 12 * 24 * 768 * 2048
+    flops = per_token * 76294 * 524288
+    assert f"{flops:.3e}" in text
+    assert f"{flops / (8 * 1000e12 * 0.5) / 3600:,.1f} at an MFU of 0.5" in text
+
+
+def test_learning_rates_are_those_of_the_optimizer():
+    """Against the schedule stepped for real."""
+    import torch
+    from torchtitan.components.lr_scheduler import build_lr_schedulers
+    from torchtitan.components.optimizer import OptimizersContainer
+
+    config = load_config(
+        ["--training.steps", "20", "--lr_scheduler.warmup_steps", "4", "--lr_scheduler.decay_ratio", "0.5",
+         "--lr_scheduler.min_lr_factor", "0.1"]
+    )  # fmt: skip
+    optimizers = OptimizersContainer([torch.nn.Linear(1, 1)], torch.optim.SGD, {"lr": config.optimizer.lr})
+    schedulers = build_lr_schedulers(optimizers, config.lr_scheduler, 20)
+    used = []
+    for _ in range(20):
+        used.append(schedulers.schedulers[0].get_last_lr()[0])
+        optimizers.step()
+        schedulers.step()
+    assert learning_rates(config, list(range(1, 21))) == pytest.approx(used)
+    assert max(used) == config.optimizer.lr and used[0] == config.optimizer.lr / 4
+
+
+def test_default_world_size():
+    assert default_world_size(load_config([])) == 8
+    assert default_world_size(load_config(["--training.global_batch_size", "16"])) == 2
+    assert default_world_size(load_config(["--parallelism.tensor_parallel_degree", "4"])) == 8
+    fixed = ["--parallelism.data_parallel_shard_degree", "4", "--parallelism.tensor_parallel_degree", "2"]
+    assert default_world_size(load_config(fixed)) == 8
+
+
+def test_memory_falls_with_what_saves_memory():
+    def total(*extra):
+        return memory_bytes(load_config([*ARGS, *extra]), 8, 423_531_264)
+
+    base = total("--activation_checkpoint.mode", "none")
+    assert base["weights, gradients, optimizer"] == 16 * 423_531_264 / 8
+    assert total("--activation_checkpoint.mode", "full")["activations"] < base["activations"] / 2
+    assert total("--training.local_batch_size", "1")["logits"] == base["logits"] / 8

@@ -1,0 +1,61 @@
+"""Every TOML in train_configs/ loads, plans, and is what its name says."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from regdrop_titan.config import load_config
+from regdrop_titan.plan import default_world_size, plan
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
+
+
+def test_there_are_configs():
+    assert {"debug_nape_llama3", "nape_llama3_400m_vpad"} <= {config.stem for config in CONFIGS}
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_loads_and_plans(file):
+    args = ["--job.config_file", str(file)]
+    world_size = default_world_size(load_config(args))
+    config = load_config(args, world_size)
+    text = plan(config, world_size, mfu=0.4, peak_tflops=989)
+    assert f"{config.training.steps:,}" in text and "Learning rate" in text
+    # a comment at the top says how to launch it, and names the file itself
+    assert f"train.py --job.config_file train_configs/{file.name}" in file.read_text().split("[job]")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "p", "weight_decay"),
+    [
+        ("wd", "none", 0.0, 0.1),
+        ("no_wd", "none", 0.0, 0.0),
+        ("pre_norm", "pre_norm", 0.1, 0.0),
+        ("pre_linear", "pre_linear", 0.1, 0.0),
+        ("vpad", "vpad", 0.1, 0.0),
+    ],
+)
+def test_the_five_settings_of_the_paper(name, placement, p, weight_decay):
+    """LG table 6: 40 B tokens in steps of 512 Ki, 6e-4 with 2.5 % warm-up and 20 % decay to 6e-5."""
+    config = load_config(["--job.config_file", str(ROOT / f"train_configs/nape_llama3_400m_{name}.toml")])
+    assert (config.dropout.placement, config.dropout.p) == (placement, p)
+    assert config.optimizer.weight_decay == weight_decay
+    training = config.training
+    assert training.global_batch_size * training.seq_len == 512 * 1024
+    assert training.global_batch_size * training.seq_len * training.steps == pytest.approx(40e9, rel=1e-4)
+    assert config.lr_scheduler.warmup_steps == pytest.approx(0.025 * training.steps, abs=1)
+    assert (config.lr_scheduler.decay_ratio, config.lr_scheduler.decay_type) == (0.2, "linear")
+    assert config.optimizer.lr * config.lr_scheduler.min_lr_factor == pytest.approx(6e-5)
+    assert (config.model.flavor, config.architecture.position, training.seq_len) == ("400M", "nape", 2048)
+
+
+def test_the_five_settings_differ_in_nothing_else():
+    def stripped(name):
+        values = tomllib.loads((ROOT / f"train_configs/nape_llama3_400m_{name}.toml").read_text())
+        del values["job"], values["dropout"], values["optimizer"]["weight_decay"]
+        return values
+
+    first, *others = (stripped(name) for name in ("wd", "no_wd", "pre_norm", "pre_linear", "vpad"))
+    assert all(other == first for other in others)
