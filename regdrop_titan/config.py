@@ -391,14 +391,6 @@ def _range_faults(config: JobConfig) -> list[str]:
             faults.append(f"lr_scheduler.{key} = {ratio}: must be in [0, 1]")
     if schedule.total_steps is not None and schedule.total_steps < 1:
         faults.append(f"lr_scheduler.total_steps = {schedule.total_steps}: must be at least 1")
-    total = schedule.total_steps or config.training.steps
-    if schedule.warmup_steps > total >= 1:
-        faults.append(f"lr_scheduler.warmup_steps = {schedule.warmup_steps}: more than the {total} steps of the run")
-    elif schedule.decay_ratio is not None and schedule.warmup_steps + round(total * schedule.decay_ratio) > total:
-        faults.append(
-            f"lr_scheduler.decay_ratio = {schedule.decay_ratio}: {schedule.warmup_steps} steps of warm-up and "
-            f"{round(total * schedule.decay_ratio)} of decay are more than the {total} of the run"
-        )
     shard = config.parallelism.data_parallel_shard_degree
     if shard != -1 and shard < 1:
         faults.append(f"parallelism.data_parallel_shard_degree = {shard}: must be at least 1, or -1 for all the rest")

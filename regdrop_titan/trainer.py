@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torchtitan
-from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.components.loss import LossFunction, build_cross_entropy_loss, cross_entropy_loss
 from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
@@ -59,6 +58,7 @@ class Trainer(TitanTrainer):
         job_config.debug.seed = job_config.training.seed
         super().__init__(job_config)
         self.stepped = False
+        self.micro_batch = -1  # of the step's accumulation, 0-based
         dims = self.parallel_dims
         self.dp_degree = dims.dp_replicate * dims.dp_shard
         self.replicas = dims.dp_replicate if dims.dp_replicate_enabled and not dims.fsdp_enabled else 1
@@ -69,8 +69,8 @@ class Trainer(TitanTrainer):
         for part in self.model_parts:
             part.args.eos_id = self.eos_id()
         self.model_args.eos_id = self.eos_id()
-        if self.model_args.placement != "none" and self.model_args.p > 0:
-            self.seed_dropout()
+        if dims.pp_enabled:
+            self.seed_pipeline_forwards()
         if torch.distributed.get_rank() == 0:
             self.write_config()
 
@@ -99,35 +99,36 @@ class Trainer(TitanTrainer):
 
     # Dropout ---------------------------------------------------------------------------------------------------
 
-    def seed_dropout(self) -> None:
-        """Seed torch's generator before every forward of a model part, from what the forward is for.
+    def seed_dropout(self, stage: int = 0, chunk: int = 0) -> None:
+        """Seed torch's generator, from which dropout draws, for one forward: of pipeline stage `stage`, micro-batch
+        `chunk` of the pipeline.
 
-        So masks differ over steps, micro-batches (those of accumulation and of the pipeline), data-parallel ranks,
-        stages, and tensor-parallel ranks (which hold other tokens: dropout stands where the sequence is split),
-        and a resumed run draws what the undisturbed run would have. Forwards without gradients, such as the one by
-        which a pipeline learns its shapes in the first step of a process, count for nothing.
+        So masks differ over steps, micro-batches, data-parallel ranks, stages, and tensor-parallel ranks (which
+        hold other tokens: dropout stands where the sequence is split), and a resumed run draws what the undisturbed
+        run would have.
         """
-        dims = self.parallel_dims
+        if self.model_args.placement == "none" or self.model_args.p == 0:
+            return
+        ranks = [
+            0 if mesh is None else mesh.get_local_rank()
+            for mesh in (self.parallel_dims.get_optional_mesh("batch"), self.parallel_dims.get_optional_mesh("tp"))
+        ]
+        seed = self.job_config.training.seed
+        torch.manual_seed(derive_seed("dropout", seed, self.step, self.micro_batch, chunk, stage, *ranks))
 
-        def rank(mesh_name: str) -> int:
-            mesh = dims.get_optional_mesh(mesh_name)
-            return 0 if mesh is None else mesh.get_local_rank()
+    def seed_pipeline_forwards(self) -> None:
+        """Seed before every forward that the pipeline schedule runs. The schedule's first step in a process runs
+        one more, by which its stages learn their shapes; it calls the model by another way and is not seeded, so it
+        does not shift the masks of a resumed run."""
+        schedule = self.pp_schedule
+        for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
 
-        where = (rank("batch"), rank("pp"), rank("tp"))
-        self.forwards = [0] * len(self.model_parts)  # of this step, by model part
+            def seeded(chunk: int, *args, stage=stage, forward=stage.forward_one_chunk, **kwargs):
+                if stage.submod.training:
+                    self.seed_dropout(stage.stage_index, chunk)
+                return forward(chunk, *args, **kwargs)
 
-        def hook(part_index: int):
-            def seed(module: nn.Module, inputs: tuple) -> None:
-                if module.training and torch.is_grad_enabled():
-                    forward = self.forwards[part_index]
-                    self.forwards[part_index] += 1
-                    seed = self.job_config.training.seed
-                    torch.manual_seed(derive_seed("dropout", seed, self.step, forward, part_index, *where))
-
-            return seed
-
-        for index, part in enumerate(self.model_parts):
-            part.register_forward_pre_hook(hook(index))
+            stage.forward_one_chunk = seeded
 
     # Steps -----------------------------------------------------------------------------------------------------
 
@@ -135,7 +136,7 @@ class Trainer(TitanTrainer):
         if not self.stepped:  # the checkpoint is loaded by now, and this process's first step begins
             self.metrics_processor.rewind(self.step - 1)
             self.stepped = True
-        self.forwards = [0] * len(self.model_parts)
+        self.micro_batch = -1
         super().train_step(data_iterator)
 
     def post_dataloading_process(self, input_dict, labels):
@@ -146,6 +147,9 @@ class Trainer(TitanTrainer):
         return inputs, labels, extra_inputs, extra_kwargs
 
     def forward_backward_step(self, *, input_dict, labels, global_valid_tokens) -> torch.Tensor:
+        self.micro_batch += 1
+        if not self.parallel_dims.pp_enabled:
+            self.seed_dropout()
         # DDP averages gradients over replicas: divide by so many tokens fewer, and report the loss as it is
         self.loss_fn.denominator = global_valid_tokens / self.replicas
         try:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ..models import Decoder, DecoderArgs
 
@@ -77,7 +78,7 @@ def load_model(path: str | Path) -> Decoder:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # what no_dist asks for
     try:
         dcp.load(state, checkpoint_id=str(checkpoint), no_dist=True)
-    except Exception as error:  # DCP wraps every cause in its own kinds
+    except (Exception, CheckpointException) as error:  # DCP's own kind is a BaseException
         raise CheckpointError(f"{checkpoint}: cannot be read: {error}") from error
     model.load_state_dict(state)
     return model.to(torch.float32).eval()

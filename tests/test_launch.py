@@ -1,0 +1,148 @@
+"""`train.py` as a user runs it: exit statuses, messages, resume, logs, first use of the debug corpus."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from .distributed.harness import BASE, ROOT, environment, torchrun
+
+
+def python(*command, **kwargs):
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment() | kwargs.pop("env", {}), text=True,
+        capture_output=True, timeout=240, **kwargs,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def toml(tmp_path, packed):
+    file = tmp_path / "run.toml"
+    file.write_text(BASE.format(packed=packed))
+    return file
+
+
+def test_faults_of_a_user_end_with_status_2_and_one_message(toml, tmp_path):
+    done = python("train.py", "--job.config_file", str(toml), "--dropout.p", "1.5", "--training.dataset_path", "nowhere")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "dropout.p = 1.5: must be in [0, 1)" in done.stderr and "nowhere: no such folder" in done.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_under_torchrun_one_rank_speaks(toml):
+    done = torchrun(2, "train.py", "--job.config_file", str(toml), "--training.steps", "0")
+    assert done.returncode != 0
+    assert done.stderr.count("training.steps = 0: must be at least 1") == 1
+    assert "exitcode  : 2" in done.stderr
+
+
+def test_a_world_size_that_does_not_fit(toml):
+    done = torchrun(2, "train.py", "--job.config_file", str(toml), "--parallelism.data_parallel_shard_degree", "3")
+    assert done.stderr.count("does not fit 2 processes") == 1
+
+
+def test_plan_and_help():
+    done = python("train.py", "--plan", "--job.config_file", "train_configs/nape_llama3_400m_vpad.toml")
+    assert done.returncode == 0 and "423.5 M" in done.stdout
+    assert python("train.py", "--plan", "--mfu", "0").returncode == 2
+    done = python("train.py", "--help")
+    assert done.returncode == 0 and "--section.key value" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, packed):
+    """A run of 2 processes with every logger on, stopped at 4 steps and extended to 6."""
+    folder = tmp_path_factory.mktemp("run")
+    toml = folder / "run.toml"
+    toml.write_text(BASE.format(packed=packed))
+    args = ["train.py", "--job.config_file", str(toml), "--job.dump_folder", str(folder / "out"), "--checkpoint.enable",
+            "--checkpoint.interval", "4", "--metrics.enable_tensorboard", "--metrics.enable_wandb",
+            "--dropout.placement", "vpad", "--dropout.p", "0.1", "--validation.enable"]  # fmt: skip
+    first = torchrun(2, *args, "--training.steps", "4")
+    assert first.returncode == 0, first.stderr
+    # a crash after step 5 was logged and half of another line written
+    with open(folder / "out/metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 5, "loss": 1.0}) + '\n{"step": 6, "lo')
+    second = torchrun(2, *args, "--training.steps", "6")
+    assert second.returncode == 0, second.stderr
+    return folder / "out", first, second
+
+
+def test_what_a_run_leaves(run):
+    out, first, second = run
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert {"step", "tokens", "loss", "grad_norm", "lr", "tokens_per_second", "flops"} <= set(records[0])
+    assert "mfu" not in records[0]  # an unknown peak gives no MFU, not a guess
+    assert records[-1]["tokens"] == 6 * 8 * 32 and records[4]["loss"] > 2
+    config = json.loads((out / "config.json").read_text())
+    assert config["dropout"]["placement"] == config["model_args"]["placement"] == "vpad"
+    assert config["model_args"]["vocab_size"] == 256 and config["training"]["steps"] == 6
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [json.loads(line)["step"] for line in (out / "validation.jsonl").read_text().splitlines()] == [1, 4, 6]
+    assert list((out / "tb").rglob("events.out.tfevents.*"))
+    assert list(out.rglob("wandb/offline-run-*"))
+    assert "Training starts at step 5" in second.stdout
+    assert "6 of 6 steps (100 %)" in second.stdout
+    assert first.stdout.count("Training starts at step 1") == 1  # one rank logs
+
+
+def test_a_new_run_in_an_old_folder_loses_no_log(tmp_path):
+    from regdrop_titan.metrics import StepLog, read_records
+
+    log = StepLog(tmp_path / "metrics.jsonl")
+    log.rewind(0)  # nothing there
+    for attempt in range(2):
+        log.append({"step": 1, "attempt": attempt})
+        log.rewind(0)
+    assert read_records(tmp_path / "metrics.1.jsonl") == [{"step": 1, "attempt": 0}]
+    assert read_records(tmp_path / "metrics.2.jsonl") == [{"step": 1, "attempt": 1}]
+
+
+def test_plain_python_is_one_process_and_a_finished_run_ends_at_once(toml, tmp_path):
+    args = ["train.py", "--job.config_file", str(toml), "--job.dump_folder", str(tmp_path / "out"), "--checkpoint.enable",
+            "--training.steps", "2"]  # fmt: skip
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    first = python(*args, env=clean)
+    assert first.returncode == 0, first.stderr
+    before = (tmp_path / "out/metrics.jsonl").read_text()
+    second = python(*args, env=clean)
+    assert second.returncode == 0, second.stderr
+    assert "Training starts at step 3" in second.stdout
+    assert (tmp_path / "out/metrics.jsonl").read_text() == before
+
+
+def test_ranks_wait_for_the_one_that_builds_the_debug_corpus(tmp_path):
+    """The debug config on a machine that has nothing yet, two ranks at once."""
+    done = torchrun(
+        2, "train.py", "--job.config_file", "train_configs/debug_nape_llama3.toml", "--training.steps", "2",
+        "--job.dump_folder", str(tmp_path / "out"), "--training.dataset_path", str(tmp_path / "corpus/train"),
+        "--validation.dataset_path", str(tmp_path / "corpus/validation"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "corpus/long/manifest.json").exists()
+    assert not list((tmp_path / "corpus").glob("*.partial"))
+
+
+def test_torchtitans_own_data_sets(toml, tmp_path):
+    """`training.dataset = "c4_test"` on a local folder, tokenized by TorchTitan's loader."""
+    from regdrop_titan.data.stdlib_corpus import train_tokenizer
+
+    texts = [f"document {i} says " + "many words " * 20 for i in range(64)]
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    train_tokenizer(texts, 300).save(str(assets / "tokenizer.json"))
+    data = tmp_path / "c4"
+    data.mkdir()
+    (data / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    done = python(
+        "train.py", "--job.config_file", str(toml), "--job.dump_folder", str(tmp_path / "out"), "--training.steps", "2",
+        "--training.dataset", "c4_test", "--training.dataset_path", str(data), "--model.hf_assets_path", str(assets),
+        "--architecture.vocab_size", "300", "--validation.enable", "--validation.dataset", "c4_test",
+        "--validation.dataset_path", str(data), "--validation.steps", "2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "out/metrics.jsonl").read_text().splitlines()) == 2
