@@ -1,7 +1,7 @@
 """Train, resume or plan a run.
 
-    torchrun --nproc_per_node=N train.py --job.config_file F.toml [--section.key value ...]
-    python train.py --job.config_file F.toml --plan [--gpus N] [--mfu 0.4] [--peak-tflops 989]
+torchrun --nproc_per_node=N train.py --job.config_file F.toml [--section.key value ...]
+python train.py --job.config_file F.toml --plan [--gpus N] [--mfu 0.4] [--peak-tflops 989]
 """
 
 import sys

@@ -436,7 +436,9 @@ def _parallel_faults(config: JobConfig, args: DecoderArgs, world_size: int | Non
                 f"parallelism: data_parallel_replicate_degree {replicate} x data_parallel_shard_degree {shard} x "
                 f"tensor_parallel_degree {tp} x pipeline_parallel_degree {pp} does not fit {world_size} processes"
             )
-        elif training.global_batch_size > 0 and training.global_batch_size % (training.local_batch_size * data_parallel):
+        elif training.global_batch_size > 0 and training.global_batch_size % (
+            training.local_batch_size * data_parallel
+        ):
             faults.append(
                 f"training.global_batch_size = {training.global_batch_size}: must be a multiple of "
                 f"local_batch_size {training.local_batch_size} x data-parallel degree {data_parallel}"
@@ -500,7 +502,7 @@ def _unsupported(config: JobConfig) -> list[str]:
     refused = [
         (config.parallelism.context_parallel_degree > 1, "parallelism.context_parallel_degree",
          "not supported: its load balancer permutes keys, and ALiBi, windows and document masks need their places"),
-        (config.parallelism.expert_parallel_degree > 1, "parallelism.expert_parallel_degree", "no model here has experts"),
+        (config.parallelism.expert_parallel_degree > 1, "parallelism.expert_parallel_degree", "no model has experts"),
         (bool(config.model.converters), "model.converters", "quantized training is not supported"),
         (config.model.tokenizer_path is not None, "model.tokenizer_path", "replaced by model.hf_assets_path"),
         (config.optimizer.early_step_in_backward, "optimizer.early_step_in_backward",

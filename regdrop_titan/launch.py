@@ -75,7 +75,9 @@ def main(args: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--plan", action="store_true", help="print what the run would be, and stop")
-    parser.add_argument("--gpus", type=int, help="with --plan: number of GPUs (default: what the degrees say, or one node of 8)")
+    parser.add_argument(
+        "--gpus", type=int, help="with --plan: number of GPUs (default: what the degrees say, or one node of 8)"
+    )
     parser.add_argument("--mfu", type=float, default=0.4, help="with --plan: model FLOPs utilisation (default 0.4)")
     parser.add_argument(
         "--peak-tflops", type=float, default=989.0, help="with --plan: a GPU's bf16 peak (default 989, H100 SXM)"

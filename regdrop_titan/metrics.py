@@ -95,6 +95,8 @@ class JsonLinesLogger(titan_metrics.BaseLogger):
 class MetricsProcessor(titan_metrics.MetricsProcessor):
     """TorchTitan's, with the log files and a line of progress. One rank writes: the one that knows the loss."""
 
+    logger: titan_metrics.BaseLogger
+
     def __init__(self, job_config, parallel_dims, tag: str | None = None) -> None:
         super().__init__(job_config, parallel_dims, tag)
         self.folder = Path(job_config.job.dump_folder)
@@ -104,7 +106,7 @@ class MetricsProcessor(titan_metrics.MetricsProcessor):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.json_lines = JsonLinesLogger(self.folder, parallel_dims.world_size)
             loggers = titan_metrics.LoggerContainer()
-            loggers.add_logger(self.logger)
+            loggers.add_logger(self.logger)  # TensorBoard and W&B
             loggers.add_logger(self.json_lines)
             self.logger = loggers
         self._first: tuple[int, float] | None = None  # step and time of this process's first logged step

@@ -22,9 +22,7 @@ def default_world_size(config: JobConfig) -> int:
     global batch can be divided over."""
     parallel, training = config.parallelism, config.training
     fixed = (
-        parallel.data_parallel_replicate_degree
-        * parallel.tensor_parallel_degree
-        * parallel.pipeline_parallel_degree
+        parallel.data_parallel_replicate_degree * parallel.tensor_parallel_degree * parallel.pipeline_parallel_degree
     )
     if parallel.data_parallel_shard_degree != -1:
         return fixed * parallel.data_parallel_shard_degree
@@ -117,6 +115,4 @@ def plan(config: JobConfig, world_size: int, mfu: float, peak_tflops: float) -> 
     total = training.steps
     marks = sorted({1, *(max(1, round(total * share)) for share in (0.01, 0.025, 0.1, 0.25, 0.5, 0.75, 0.9)), total})
     rates = [(f"step {step:,}", f"{lr:.3e}") for step, lr in zip(marks, learning_rates(config, marks), strict=True)]
-    return "\n\n".join(
-        [_table(rows), "Memory a GPU (estimate)\n" + _table(memory), "Learning rate\n" + _table(rates)]
-    )
+    return "\n\n".join([_table(rows), "Memory a GPU (estimate)\n" + _table(memory), "Learning rate\n" + _table(rates)])

@@ -3,6 +3,7 @@
 `prepare()` runs when `regdrop_titan` is imported, before TorchTitan is: its modules fix the device on import.
 """
 
+import importlib
 import os
 import platform
 import resource
@@ -79,20 +80,21 @@ def prepare() -> None:
 
     Raises ImportError when TorchTitan was imported before, with the device fixed to CUDA.
     """
-    if not has_accelerator():
-        for message in ("DTensor random operators may not", "DTensor manual_seed", "Set timeout is now only", "In CPU autocast"):
-            warnings.filterwarnings("ignore", message=message)  # true and without consequence here
+    if has_accelerator():
+        titan_utils = importlib.import_module("torchtitan.tools.utils")
+    else:
         if "torchtitan" in sys.modules:
             raise ImportError("import regdrop_titan before torchtitan: TorchTitan fixes its device on import")
+        for message in ("DTensor random operators may not", "DTensor manual_seed", "Set timeout is now only"):
+            warnings.filterwarnings("ignore", message=message)  # true and without consequence here
+        warnings.filterwarnings("ignore", message="In CPU autocast")  # of fp32, which the trainer then switches off
         # TorchTitan asks torch for the device type once, on import, and takes "cuda" for an answer of None
         ask_type, ask_module = torch._utils._get_available_device_type, torch._utils._get_device_module
         torch._utils._get_available_device_type = lambda: "cpu"
-        torch._utils._get_device_module = lambda device_type: CPUDeviceModule()
+        torch._utils._get_device_module = lambda device_type: CPUDeviceModule()  # type: ignore[assignment]
         try:
-            import torchtitan.tools.utils
+            titan_utils = importlib.import_module("torchtitan.tools.utils")
         finally:
             torch._utils._get_available_device_type = ask_type
             torch._utils._get_device_module = ask_module
-    import torchtitan.tools.utils as titan_utils
-
-    titan_utils.get_peak_flops = _peak_flops_or_nan(titan_utils.get_peak_flops)
+    titan_utils.get_peak_flops = _peak_flops_or_nan(titan_utils.get_peak_flops)  # type: ignore[attr-defined]

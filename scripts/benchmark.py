@@ -108,18 +108,15 @@ def dense(arguments: argparse.Namespace) -> dict:
         middle, low, high = ratio(seconds, name, base)
         median = statistics.median(seconds[name])
         rows[name] = {"seconds": median, "ratio": middle, "quartiles": [low, high], "base": base}
-        print(
-            f"{name:<22}{1000 * median:>11.1f}{tokens_a_step / median:>11,.0f}   {middle:.3f} [{low:.3f}, {high:.3f}] {base}"
-        )
+        figures = f"{1000 * median:>11.1f}{tokens_a_step / median:>11,.0f}   {middle:.3f} [{low:.3f}, {high:.3f}]"
+        print(f"{name:<22}{figures} {base}")
     return {"rows": rows, "seconds": seconds}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser(
-        "dense", help=dense.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    command = commands.add_parser("dense", help=dense.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name, default in (
         ("--dim", 768), ("--layers", 4), ("--seq-len", 512), ("--batch-size", 4), ("--vocab-size", 2048),
         ("--rounds", 15), ("--warmup", 3),

@@ -43,9 +43,7 @@ def evaluate_position_loss(arguments: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(checkpoint).to(device)
     with tqdm(total=len(documents), desc=f"position loss to {length}", unit="doc") as bar:
-        result = position_loss(
-            model, documents, length, arguments.batch_size, lambda done: bar.update(done - bar.n)
-        )
+        result = position_loss(model, documents, length, arguments.batch_size, lambda done: bar.update(done - bar.n))
     folder = Path(arguments.output) if arguments.output else checkpoint.parent.parent / "evaluation"
     folder.mkdir(parents=True, exist_ok=True)
     multiples = [m for m in (1, 2, 4, 8, 16, 32, 64) if m <= arguments.multiple]

@@ -61,7 +61,10 @@ def test_optional_flags(args, value):
         ("[dropout]\np = 1.0", "dropout.p = 1.0: must be in [0, 1)"),
         ("[dropout]\np = -0.1", "dropout.p = -0.1: must be in [0, 1)"),
         ("[dropout]\np = nan", "dropout.p = nan: must be in [0, 1)"),
-        ("[lr_scheduler]\ndecay_type = 'wsd'", "lr_scheduler.decay_type = 'wsd': must be one of 'linear', 'sqrt', 'cosine'"),
+        (
+            "[lr_scheduler]\ndecay_type = 'wsd'",
+            "lr_scheduler.decay_type = 'wsd': must be one of 'linear', 'sqrt', 'cosine'",
+        ),
         ("[dropout]\nplacment = 'vpad'", "dropout.placment: unknown key; did you mean dropout.placement?"),
         ("[dropot]\np = 0.1", "dropot: unknown section; did you mean dropout?"),
         ("dropout = 0.1", "dropout = 0.1: is a section, write [dropout]"),
@@ -109,7 +112,13 @@ def test_all_faults_at_once(tmp_path):
         tmp_path,
         world_size=2,
     )
-    for part in ("optimizer.lr", "--dropout.placement", "--training.stps", "dropout.p = 1.5", "does not fit 2 processes"):
+    for part in (
+        "optimizer.lr",
+        "--dropout.placement",
+        "--training.stps",
+        "dropout.p = 1.5",
+        "does not fit 2 processes",
+    ):
         assert sum(part in fault for fault in found) == 1, found
 
 
@@ -121,7 +130,7 @@ def test_all_faults_at_once(tmp_path):
         (["--parallelism.tensor_parallel_degree", "2", "--training.seq_len", "63"], 2, "seq_len = 63"),
         (["--parallelism.tensor_parallel_degree", "2"], 3, "does not fit 3 processes"),
         (["--parallelism.data_parallel_shard_degree", "4"], 2, "does not fit 2 processes"),
-        (["--training.global_batch_size", "12"], 2, "must be a multiple of local_batch_size 8 x data-parallel degree 2"),
+        (["--training.global_batch_size", "12"], 2, "a multiple of local_batch_size 8 x data-parallel degree 2"),
         (["--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "1",
           "--parallelism.tensor_parallel_degree", "2"], 4, "cannot be combined with TP or PP"),
         (["--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", "2F2B"], 2,
@@ -130,7 +139,7 @@ def test_all_faults_at_once(tmp_path):
         (["--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_microbatch_size", "3"], 2,
          "must divide training.local_batch_size = 8"),
         (["--parallelism.pipeline_parallel_degree", "8"], 8, "pipeline_parallel_degree = 8"),
-        (["--parallelism.pipeline_parallel_degree", "2", "--architecture.tied_embeddings"], 2, "different pipeline stages"),
+        (["--parallelism.pipeline_parallel_degree", "2", "--architecture.tied_embeddings"], 2, "different pipeline"),
         (["--parallelism.pipeline_parallel_degree", "2", "--validation.enable", "--validation.seq_len", "64"], 2,
          "must equal training's under pipeline parallel"),
     ],

@@ -25,7 +25,9 @@ def toml(tmp_path, packed):
 
 
 def test_faults_of_a_user_end_with_status_2_and_one_message(toml, tmp_path):
-    done = python("train.py", "--job.config_file", str(toml), "--dropout.p", "1.5", "--training.dataset_path", "nowhere")
+    done = python(
+        "train.py", "--job.config_file", str(toml), "--dropout.p", "1.5", "--training.dataset_path", "nowhere"
+    )
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "dropout.p = 1.5: must be in [0, 1)" in done.stderr and "nowhere: no such folder" in done.stderr
@@ -103,8 +105,8 @@ def test_a_new_run_in_an_old_folder_loses_no_log(tmp_path):
 
 
 def test_plain_python_is_one_process_and_a_finished_run_ends_at_once(toml, tmp_path):
-    args = ["train.py", "--job.config_file", str(toml), "--job.dump_folder", str(tmp_path / "out"), "--checkpoint.enable",
-            "--training.steps", "2"]  # fmt: skip
+    args = ["train.py", "--job.config_file", str(toml), "--job.dump_folder", str(tmp_path / "out"),
+            "--checkpoint.enable", "--training.steps", "2"]  # fmt: skip
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     first = python(*args, env=clean)
     assert first.returncode == 0, first.stderr

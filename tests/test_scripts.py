@@ -33,6 +33,6 @@ def test_dense_benchmark(tmp_path):
     assert all(len(seconds) == 3 for seconds in result["seconds"].values())
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.sh")) + [ROOT / ".ci/run"], ids=lambda p: p.name)
+@pytest.mark.parametrize("script", [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci/run"], ids=lambda p: p.name)
 def test_shell_scripts_parse(script):
     assert subprocess.run(["bash", "-n", str(script)]).returncode == 0

@@ -109,6 +109,7 @@ def apply_tensor_parallel(model: Decoder, tp_mesh: DeviceMesh, loss_parallel: bo
         block.attention.inner.shard_heads(tp_mesh.get_local_rank(), tp_mesh.size())
         plan: dict = {}
         for name, residual in block.named_children():
+            assert isinstance(residual, Residual)
             plan |= sublayer_plan(name, residual)
         parallelize_module(block, tp_mesh, plan)
 

@@ -17,6 +17,7 @@ from torchtitan.tools.utils import device_type
 
 from ..data.loader import Batch, PackedValidationLoader
 from ..data.packed import PackedDataset
+from ..models import DecoderArgs
 from ..models.positions import document_ids
 
 
@@ -91,10 +92,11 @@ class Validator(BaseValidator):
 
     def batch_loss(self, model_parts: list[nn.Module], inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The summed loss of one local batch; on a pipeline stage without the head, 0."""
-        args = model_parts[0].args
+        args: DecoderArgs = model_parts[0].args  # type: ignore[assignment]
         kwargs = {"documents": document_ids(inputs, args.eos_id)} if args.document_mask else {}
         if self.parallel_dims.pp_enabled:
-            targets, losses = (labels, []) if self.pp_has_last_stage else (None, None)
+            losses: list[torch.Tensor] | None = [] if self.pp_has_last_stage else None
+            targets = labels if self.pp_has_last_stage else None
             with self.validation_context():
                 self.pp_schedule.eval(
                     *((inputs,) if self.pp_has_first_stage else ()), **kwargs, target=targets, losses=losses

@@ -17,7 +17,9 @@ class Residual(nn.Module):
     In evaluation, and at `p = 0`, every placement is bit for bit the dense sublayer and draws nothing.
     """
 
-    def __init__(self, args: DecoderArgs, inner: nn.Module) -> None:
+    inner: Attention | FeedForward
+
+    def __init__(self, args: DecoderArgs, inner: Attention | FeedForward) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.inner = inner

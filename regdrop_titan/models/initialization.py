@@ -30,7 +30,7 @@ def weight_std(name: str, args: DecoderArgs) -> tuple[float, float]:
         return head_std, 3 * head_std
     if name == "tok_embeddings.weight":
         return 1.0, torch.inf
-    layer, matrix = re.fullmatch(r"layers\.(\d+)\..*\.(\w+)\.weight", name).groups()
+    _, layer, *_, matrix, _ = name.split(".")  # layers.3.attention.inner.wq.weight
     # matrices that write to the residual stream shrink with depth; Llama-3 treats w3 as one of them
     return (0.02 / (2 * (int(layer) + 1)) ** 0.5 if matrix in ("wo", "w2", "w3") else 0.02), 2.0
 

@@ -100,9 +100,7 @@ def visible(distance: Tensor, window: int | None) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4)
-def attention_bias(
-    slopes: tuple[float, ...] | None, window: int | None, seq_len: int, device: torch.device
-) -> Tensor:
+def attention_bias(slopes: tuple[float, ...] | None, window: int | None, seq_len: int, device: torch.device) -> Tensor:
     """The additive bias of the scaled scores: (1, H, S, S) fp32, H = 1 without slopes.
 
     `-m_h (i - j)` where query `i` sees key `j`, -inf elsewhere. fp32: bf16 cannot hold distances past 256.

@@ -11,10 +11,9 @@ import os
 import sys
 import time
 import types
+from pathlib import Path
 
-import regdrop_titan  # noqa: F401
 import torch
-import torchtitan.train
 from torch.distributed.tensor import DTensor
 
 from regdrop_titan.config import load_config
@@ -23,7 +22,7 @@ from regdrop_titan.regularization import dropout
 from regdrop_titan.trainer import Trainer
 
 # TorchTitan's rank 0 sleeps two seconds at the end of a run
-torchtitan.train.time = types.SimpleNamespace(sleep=lambda seconds: None, perf_counter=time.perf_counter)
+sys.modules["torchtitan.train"].time = types.SimpleNamespace(sleep=lambda seconds: None, perf_counter=time.perf_counter)
 
 draw_keep = dropout._draw_keep
 
@@ -51,7 +50,7 @@ def log_masks(trainer: Trainer, path: str) -> None:
 def main() -> None:
     logging.getLogger().setLevel(logging.ERROR)
     world_size = int(os.environ["WORLD_SIZE"])
-    for case in json.load(open(sys.argv[1])):
+    for case in json.loads(Path(sys.argv[1]).read_text()):
         trainer = Trainer(load_config(case["args"], world_size, inputs=True))
         dropout._draw_keep = draw_keep
         if case.get("check_init"):

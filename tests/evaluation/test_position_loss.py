@@ -37,7 +37,9 @@ def test_moving_average():
     assert result.moving_average(100)[-1] == 2.5
 
 
-@pytest.mark.parametrize(("documents", "message"), [([], "no document"), ([torch.zeros(4, dtype=torch.long)], "4 tokens")])
+@pytest.mark.parametrize(
+    ("documents", "message"), [([], "no document"), ([torch.zeros(4, dtype=torch.long)], "4 tokens")]
+)
 def test_too_few_tokens(documents, message):
     with pytest.raises(ValueError, match=message):
         position_loss(build_model("nape_llama3", "debug", **SMALL).eval(), documents, 8)

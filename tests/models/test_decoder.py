@@ -141,7 +141,9 @@ def test_the_nearest_key_has_most_weight():
     S = 9
     v = torch.eye(S).expand(1, 2, S, S)
     zeros = torch.zeros(1, 2, S, 4)
-    out = sdpa_attention(zeros, zeros, v, AttentionContext(bias=attention_bias((1.0, 0.0), None, S, torch.device("cpu"))))
+    out = sdpa_attention(
+        zeros, zeros, v, AttentionContext(bias=attention_bias((1.0, 0.0), None, S, torch.device("cpu")))
+    )
     last = out[0, 0, -1]
     assert last.argmax() == S - 1
     torch.testing.assert_close(last[1:] / last[:-1], torch.full((S - 1,), math.e))

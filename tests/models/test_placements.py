@@ -65,7 +65,10 @@ def test_masks_a_sublayer(placement, mask, draws, monkeypatch):
     net(TOKENS)
     assert len(keeps) == 3 * sum(draws)
     assert all(keep.shape == (2, 20, 32) for keep in keeps)
-    for sublayer, projections, n in (("attention", ("wq", "wk", "wv"), draws[0]), ("feed_forward", ("w1", "w3"), draws[1])):
+    for sublayer, projections, n in (
+        ("attention", ("wq", "wk", "wv"), draws[0]),
+        ("feed_forward", ("w1", "w3"), draws[1]),
+    ):
         seen = [inputs[f"layers.1.{sublayer}.inner.{name}"] for name in projections]
         assert sum(not torch.equal(seen[0], other) for other in seen[1:]) == n - 1
     assert (inputs["output"] == 0).sum() == 0  # the final norm's output is whole

@@ -18,12 +18,14 @@ def test_nape_slopes_of_the_paper():
 def test_press_slopes():
     assert alibi_slopes(8).tolist() == [2.0**-h for h in range(1, 9)]
     # 12 heads: the 8 of the power of two below, then every second one of the 16 above
-    assert alibi_slopes(12).tolist() == pytest.approx([2.0**-h for h in range(1, 9)] + [2.0 ** -(h / 2) for h in (1, 3, 5, 7)])
+    assert alibi_slopes(12).tolist() == pytest.approx(
+        [2.0**-h for h in range(1, 9)] + [2.0 ** -(h / 2) for h in (1, 3, 5, 7)]
+    )
 
 
 @pytest.mark.parametrize(("n_heads", "kind"), [(7, "inverse"), (0, "inverse"), (4, "linear")])
 def test_impossible_slopes_are_refused(n_heads, kind):
-    with pytest.raises(ValueError, match="even number|one of inverse"):
+    with pytest.raises(ValueError, match=r"even number|one of inverse"):
         nape_slopes(n_heads, kind)
 
 

@@ -23,7 +23,9 @@ def reference_vpad(x, p, keep):
         var = math.fsum((v - mu) ** 2 for v in h) / len(h)
         alpha = math.sqrt(var / ((1 - p) * (var + p * mu**2)))
         beta = mu * (1 - alpha * (1 - p))
-        out[token] = torch.tensor([alpha * bool(b) * v + beta for v, b in zip(h, keep[token], strict=True)], dtype=torch.float64)
+        out[token] = torch.tensor(
+            [alpha * bool(b) * v + beta for v, b in zip(h, keep[token], strict=True)], dtype=torch.float64
+        )
     return out
 
 
