@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Checks and times the CUDA paths on a machine with one or more GPUs, in about 10 minutes, with the Python that is
+# active (torch >= 2.11 with CUDA, and this package's dependencies; `. .venv/bin/activate` first, or set PYTHON).
+# Results go to outputs/gpu_check: copy the figures of summary.json into docs/benchmarks.md.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python="${PYTHON:-python}"
+out=outputs/gpu_check
+mkdir -p "$out"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+
+"$python" - <<'PYTHON'
+import torch
+
+import regdrop_titan  # noqa: F401
+from regdrop_titan.models.attention import AttentionContext, flex_attention_with_slopes, sdpa_attention
+from regdrop_titan.models.positions import attention_bias, causal_block_mask, nape_slopes
+
+assert torch.cuda.is_available(), "no GPU here"
+print(torch.__version__, torch.cuda.get_device_name())
+# FlexAttention, forward and backward, against SDPA with the bias; 1025 is no multiple of its block
+cuda = torch.device("cuda")
+for S in (256, 1025, 2048):
+    for window in (None, 200):
+        q, k, v = (torch.randn(2, 12, S, 64, device=cuda, requires_grad=True) for _ in range(3))
+        slopes = nape_slopes(12)
+        bias = attention_bias(tuple(slopes.tolist()), window, S, cuda)
+        context = AttentionContext(slopes=slopes.to(cuda), block_mask=causal_block_mask(window, S, cuda))
+        grad = torch.randn_like(q)
+        results = []
+        for out in (sdpa_attention(q, k, v, AttentionContext(bias=bias)), flex_attention_with_slopes(q, k, v, context)):
+            results.append([out, *torch.autograd.grad(out, (q, k, v), grad)])
+        for name, a, b in zip(("out", "dq", "dk", "dv"), *results, strict=True):
+            error = ((a - b).norm() / a.norm()).item()
+            assert error < 5e-3, (S, window, name, error)
+        print(f"FlexAttention S={S} window={window}: agrees")
+PYTHON
+
+common=(--training.steps 20 --metrics.log_freq 5 --training.mixed_precision_param bfloat16 --compile.enable)
+"$python" -m torch.distributed.run --standalone --nproc_per_node=1 train.py \
+    --job.config_file train_configs/debug_nape_llama3.toml --job.dump_folder "$out/debug" "${common[@]}"
+for placement in none vpad; do
+    "$python" -m torch.distributed.run --standalone --nproc_per_node=1 train.py \
+        --job.config_file train_configs/debug_nape_llama3.toml --job.dump_folder "$out/400m_$placement" "${common[@]}" \
+        --model.flavor 400M --training.seq_len 2048 --training.local_batch_size 8 --training.global_batch_size 8 \
+        --dropout.placement "$placement" --checkpoint.no-enable --validation.no-enable
+done
+"$python" scripts/benchmark.py dense --layers 12 --seq-len 2048 --batch-size 8 --output "$out/dense_eager.json"
+"$python" scripts/benchmark.py dense --layers 12 --seq-len 2048 --batch-size 8 --compile --output "$out/dense_compiled.json"
+
+"$python" - "$out" <<'PYTHON'
+import json
+import sys
+from pathlib import Path
+
+out = Path(sys.argv[1])
+summary = {}
+for run in ("debug", "400m_none", "400m_vpad"):
+    last = json.loads((out / run / "metrics.jsonl").read_text().splitlines()[-1])
+    summary[run] = {key: last.get(key) for key in ("step", "loss", "tokens_per_second", "mfu", "memory_gib")}
+for name in ("dense_eager", "dense_compiled"):
+    rows = json.loads((out / f"{name}.json").read_text())["rows"]
+    summary[name] = {key: round(row["ratio"], 3) for key, row in rows.items()}
+(out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+print(json.dumps(summary, indent=2))
+PYTHON
