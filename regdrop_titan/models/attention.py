@@ -19,6 +19,7 @@ from .positions import (
     document_block_mask,
     head_slopes,
     rotary_table,
+    slope_tensor,
 )
 
 # TorchTitan's FlexAttentionWrapper takes a score_mod and does not pass it on: ALiBi would silently vanish.
@@ -105,7 +106,7 @@ class Attention(nn.Module):
         if self.slopes is None and self.window is None and documents is None:
             return context  # plain causal
         if device.type == "cuda":
-            context.slopes = None if self.slopes is None else torch.tensor(self.slopes, device=device)
+            context.slopes = None if self.slopes is None else slope_tensor(self.slopes, device)
             if documents is None:
                 context.block_mask = causal_block_mask(self.window, seq_len, device)
             else:

@@ -74,6 +74,12 @@ def head_slopes(position: str, slopes: str, n_heads: int) -> tuple[float, ...] |
 
 
 @functools.lru_cache(maxsize=8)
+def slope_tensor(slopes: tuple[float, ...], device: torch.device) -> Tensor:
+    """(H,) fp32 on `device`."""
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+
+@functools.lru_cache(maxsize=8)
 def rotary_table(seq_len: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and signed sin, each (S, head_dim) fp32, of the rotary angles `i theta^(-2c/head_dim)`.
 

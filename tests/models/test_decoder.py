@@ -247,3 +247,12 @@ def test_flops_count_a_tied_head_once():
 def test_impossible_models_are_refused(name, flavor, overrides, message):
     with pytest.raises(ValueError, match=message):
         build_model(name, flavor, **overrides)
+
+
+def test_tensor_parallel_ranks_have_the_slopes_of_their_own_heads():
+    """Rank 1 of 2 holds global heads 2 and 3 (report A7)."""
+    for position, expected in (("alibi", (1 / 3, 1 / 4)), ("nape", (0.0, 0.0))):
+        attention = build_model("nape_llama3", "debug", position=position).layers["0"].attention.inner
+        attention.shard_heads(rank=1, size=2)
+        assert attention.slopes == expected
+        assert (attention.n_heads, attention.n_kv_heads) == (2, 2)
