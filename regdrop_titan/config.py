@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 import torchtitan.config as titan
 import tyro
 from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torchtitan.config.manager import custom_registry
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
@@ -26,6 +27,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from .data.packed import DataError, PackedDataset, read_manifest
 from .models.args import FAMILIES, DecoderArgs, flavor_args
 from .platform import has_accelerator
+from .regularization import layer_rates
 
 # TorchTitan inspects these classes' annotations: no `from __future__ import annotations` here.
 
@@ -108,6 +110,47 @@ class Dropout:
 
 
 @dataclass
+class LayerDropout:
+    p_max: float = 0.0
+    """Highest drop rate of a layer, in [0, 1); 0: none (DD sec. 4)."""
+
+    distribution: Literal["uniform", "increasing", "alternating"] = "increasing"
+    """Rates over depth: p_max in every layer, p_max l/(L-1) (ILD), or p_max in odd layers (ALD)."""
+
+    schedule: Literal["constant", "increasing", "decreasing"] = "decreasing"
+    """Rates over time: constant, t/(T-1) (ITS), or 1 - t/(T-1) (DTS) of them."""
+
+    unit: Literal["layer", "sublayer"] = "layer"
+    """Drop whole blocks, or attention and feed-forward independently."""
+
+    granularity: Literal["sequence", "batch"] = "sequence"
+    """Every sequence draws its own mask, or one draw holds for the whole global batch."""
+
+    scale: Literal["inverse_density", "none", "eval_density"] = "inverse_density"
+    """Factor of a layer's update in training and evaluation: 1/(1-p) and 1, 1 and 1, or 1 and the final density."""
+
+    scale_placement: Literal["per_sublayer", "block"] = "per_sublayer"
+    """With unit = layer: scale each sublayer's update (DD eq. 6), or the block's whole update once."""
+
+    sampling: Literal["bernoulli", "balanced"] = "bernoulli"
+    """Independent draws (the paper's), or the same count in every micro-batch of every rank, so none waits."""
+
+    skip_compute: bool = True
+    """false: compute every sequence and mask the update (for comparison; it saves nothing)."""
+
+    total_steps: int = 0
+    """T of the schedule, in steps. 0: training.steps."""
+
+    def steps(self, config) -> int:
+        """T."""
+        return self.total_steps or config.training.steps
+
+    def rates(self, config, n_layers: int, t: int) -> Tensor:
+        """The drop rate of every layer at 0-based step `t`: (L,) fp64."""
+        return layer_rates(self.distribution, self.schedule, self.p_max, n_layers, t, self.steps(config))
+
+
+@dataclass
 class Training(titan.Training):
     dataset: str = "packed"
     """packed, or one of TorchTitan's names (c4, c4_test, c4_validation)."""
@@ -144,6 +187,7 @@ class JobConfig(titan.JobConfig):
     model: Model = field(default_factory=Model)
     architecture: Architecture = field(default_factory=Architecture)
     dropout: Dropout = field(default_factory=Dropout)
+    layer_dropout: LayerDropout = field(default_factory=LayerDropout)
     training: Training = field(default_factory=Training)
     validation: Validation = field(default_factory=Validation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -372,9 +416,15 @@ def _range_faults(config: JobConfig) -> list[str]:
         "parallelism.tensor_parallel_degree", "parallelism.pipeline_parallel_degree",
         "parallelism.context_parallel_degree", "parallelism.pipeline_parallel_microbatch_size",
     ]  # fmt: skip
-    at_least_zero = ["lr_scheduler.warmup_steps", "optimizer.weight_decay", "checkpoint.keep_latest_k", "training.seed"]
+    at_least_zero = [
+        "layer_dropout.total_steps",
+        "lr_scheduler.warmup_steps",
+        "optimizer.weight_decay",
+        "checkpoint.keep_latest_k",
+        "training.seed",
+    ]
     above_zero = ["optimizer.lr", "optimizer.eps", "training.max_norm"]
-    unit = ["optimizer.beta1", "optimizer.beta2", "dropout.p"]
+    unit = ["optimizer.beta1", "optimizer.beta2", "dropout.p", "layer_dropout.p_max"]
 
     def value(key: str) -> Any:
         section, name = key.split(".")
@@ -536,6 +586,19 @@ def _combination_faults(config: JobConfig) -> list[str]:
     faults = []
     ac = config.activation_checkpoint
     drops = config.dropout.placement != "none" and config.dropout.p > 0
+    skips = config.layer_dropout
+    if skips.granularity == "batch" and skips.sampling == "balanced":
+        faults.append(
+            "layer_dropout.sampling = 'balanced': cannot be with granularity = 'batch', which drops all sequences "
+            "alike; use sampling = 'bernoulli' or granularity = 'sequence'"
+        )
+    if skips.unit == "sublayer" and skips.scale_placement == "block":
+        faults.append("layer_dropout.scale_placement = 'block': needs unit = 'layer', got 'sublayer'")
+    if skips.p_max > 0 and ac.mode == "memory_budget" and not drops:
+        faults.append(
+            "activation_checkpoint.mode = 'memory_budget': not with layer dropout; use full, selective or none, or "
+            f"layer_dropout.p_max = 0 (now {skips.p_max})"
+        )
     if drops and ac.mode != "none" and not ac.preserve_rng_state:
         faults.append(
             "activation_checkpoint.preserve_rng_state = false: recomputation would draw other dropout masks than "

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torchtitan.components import metrics as titan_metrics
 from torchtitan.tools.logging import logger
+
+from .models import DecoderArgs
 
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
@@ -68,6 +71,7 @@ class JsonLinesLogger(titan_metrics.BaseLogger):
         self.validation = StepLog(folder / VALIDATION_FILE)
         self.world_size = world_size
         self.flops_per_token = 0
+        self.layer_dropout: dict[str, float] = {}
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         if "validation_metrics/loss" in metrics:
@@ -85,7 +89,8 @@ class JsonLinesLogger(titan_metrics.BaseLogger):
             "seconds_per_step": metrics["time_metrics/end_to_end(s)"],
             "data_seconds": metrics["time_metrics/data_loading(s)"],
             "memory_gib": metrics["memory/max_reserved(GiB)"],
-            "flops": tokens * self.flops_per_token,
+            "flops": tokens * self.flops_per_token,  # dense
+            **self.layer_dropout,
         }
         if not math.isnan(metrics["mfu(%)"]):
             record["mfu"] = metrics["mfu(%)"] / 100
@@ -97,7 +102,7 @@ class MetricsProcessor(titan_metrics.MetricsProcessor):
 
     logger: titan_metrics.BaseLogger
 
-    def __init__(self, job_config, parallel_dims, tag: str | None = None) -> None:
+    def __init__(self, job_config, parallel_dims, model_args: DecoderArgs, tag: str | None = None) -> None:
         super().__init__(job_config, parallel_dims, tag)
         self.folder = Path(job_config.job.dump_folder)
         self.json_lines: JsonLinesLogger | None = None
@@ -110,6 +115,11 @@ class MetricsProcessor(titan_metrics.MetricsProcessor):
             loggers.add_logger(self.json_lines)
             self.logger = loggers
         self._first: tuple[int, float] | None = None  # step and time of this process's first logged step
+        self.model_args = model_args
+        self.seq_len = job_config.training.seq_len
+        self.flops_saved = 0.0  # by layer dropout, of the run so far
+        self._interval = [0.0, 0.0]  # dense and saved FLOPs since the last log
+        self._layer_dropout: dict[str, float] = {}
 
     def rewind(self, step: int) -> None:
         """Make the log files end at `step`, where training goes on."""
@@ -117,10 +127,50 @@ class MetricsProcessor(titan_metrics.MetricsProcessor):
             self.json_lines.training.rewind(step)
             self.json_lines.validation.rewind(step)
 
+    def count_layer_dropout(self, rates: Tensor, keep: Tensor) -> None:
+        """Account for one step's layer dropout: rates (L,), keep (sequences, L) or (sequences, L, 2)."""
+        seq_len = self.job_config.training.seq_len
+        tokens = keep.shape[0] * seq_len
+        attention, feed_forward = self.model_args.sublayer_flops(seq_len)
+        dropped = (~keep).double().mean(0)  # (L,) or (L, 2)
+        by_sublayer = dropped if dropped.dim() == 2 else dropped[:, None].expand(-1, 2)
+        saved = tokens * (by_sublayer @ torch.tensor([attention, feed_forward], dtype=torch.float64)).sum().item()
+        if not self.job_config.layer_dropout.skip_compute:
+            saved = 0.0
+        self.flops_saved += saved
+        self._interval[0] += tokens * self.num_flops_per_token
+        self._interval[1] += saved
+        kept_fraction = keep.double().mean().item()
+        self._layer_dropout = {
+            "layer_dropout_rate": rates.mean().item(),
+            "layer_dropout_rate_max": rates.max().item(),
+            "kept_fraction": kept_fraction,
+            "effective_depth": kept_fraction * self.model_args.n_layers,
+        }
+
     def log(self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=None) -> None:
+        dense_per_token = self.num_flops_per_token
+        if self._layer_dropout:
+            dense = extra_metrics["n_tokens_seen"] * dense_per_token
+            self._layer_dropout |= {
+                "flops_executed": dense - self.flops_saved,
+                "flops_saved": self.flops_saved / (dense * self.model_args.layer_flops_share(self.seq_len)),
+            }
+            extra_metrics = extra_metrics | {f"layer_dropout/{k}": v for k, v in self._layer_dropout.items()}
+            # TorchTitan's TFLOP/s and MFU then count what was executed
+            self.num_flops_per_token = dense_per_token * (1 - self._interval[1] / self._interval[0])
+            self._interval = [0.0, 0.0]
         if self.json_lines is not None:
-            self.json_lines.flops_per_token = self.num_flops_per_token
+            self.json_lines.flops_per_token = dense_per_token
+            self.json_lines.layer_dropout = self._layer_dropout
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+        self.num_flops_per_token = dense_per_token
+        if self._layer_dropout:
+            now = self._layer_dropout
+            logger.info(
+                f"layer dropout: rate {now['layer_dropout_rate']:.3f} (max {now['layer_dropout_rate_max']:.3f}), "
+                f"saved {100 * now['flops_saved']:.1f} % of the layers' FLOPs so far"
+            )
         if self._first is None:
             self._first = step, time.perf_counter()
             return
@@ -153,4 +203,4 @@ def plot_loss(records: list[dict], validation: list[dict], path: Path) -> None:
 
 
 def build_metrics_processor(job_config, parallel_dims, model_args=None, tag: str | None = None) -> MetricsProcessor:
-    return MetricsProcessor(job_config, parallel_dims, tag)
+    return MetricsProcessor(job_config, parallel_dims, model_args, tag)

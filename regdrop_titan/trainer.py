@@ -19,6 +19,7 @@ from . import __version__
 from .config import JobConfig
 from .data.packed import read_manifest
 from .models.positions import document_ids
+from .regularization import keep_mask
 from .seeds import derive_seed
 
 
@@ -57,10 +58,12 @@ class Trainer(TitanTrainer):
     def __init__(self, job_config: JobConfig) -> None:
         job_config.debug.seed = job_config.training.seed
         super().__init__(job_config)
-        self.stepped = False
+        self.stepped = self.masks_agreed = False
         self.micro_batch = -1  # of the step's accumulation, 0-based
         dims = self.parallel_dims
         self.dp_degree = dims.dp_replicate * dims.dp_shard
+        batch_mesh = dims.get_optional_mesh("batch")
+        self.dp_rank = 0 if batch_mesh is None else batch_mesh.get_local_rank()
         self.replicas = dims.dp_replicate if dims.dp_replicate_enabled and not dims.fsdp_enabled else 1
         if job_config.training.mixed_precision_param == "float32":
             self.maybe_enable_amp = contextlib.nullcontext()  # torch warns of autocast to fp32 on CPU
@@ -109,10 +112,8 @@ class Trainer(TitanTrainer):
         """
         if self.model_args.placement == "none" or self.model_args.p == 0:
             return
-        ranks = [
-            0 if mesh is None else mesh.get_local_rank()
-            for mesh in (self.parallel_dims.get_optional_mesh("batch"), self.parallel_dims.get_optional_mesh("tp"))
-        ]
+        tp_mesh = self.parallel_dims.get_optional_mesh("tp")
+        ranks = (self.dp_rank, 0 if tp_mesh is None else tp_mesh.get_local_rank())
         seed = self.job_config.training.seed
         torch.manual_seed(derive_seed("dropout", seed, self.step, self.micro_batch, chunk, stage, *ranks))
 
@@ -130,6 +131,43 @@ class Trainer(TitanTrainer):
 
             stage.forward_one_chunk = seeded
 
+    # Layer dropout ---------------------------------------------------------------------------------------------
+
+    def draw_layer_masks(self) -> None:
+        """Draw this step's keep mask of the whole global batch, the same on every rank, and account for it."""
+        config, training = self.job_config.layer_dropout, self.job_config.training
+        self.keep: torch.Tensor | None = None
+        if config.p_max == 0:
+            return
+        rates = config.rates(self.job_config, self.model_args.n_layers, self.step - 1)
+        sequences = self.gradient_accumulation_steps * self.dp_degree * training.local_batch_size
+        self.keep = keep_mask(
+            rates[:, None].expand(-1, 2) if config.unit == "sublayer" else rates,
+            sequences,
+            seed=training.seed,
+            step=self.step,
+            granularity=config.granularity,
+            sampling=config.sampling,
+            group=training.local_batch_size,
+        )
+        self.scale = (1 / (1 - rates)).tolist() if config.scale == "inverse_density" else None
+        if not self.masks_agreed:
+            self.check_masks_agree()
+            self.masks_agreed = True
+        self.metrics_processor.count_layer_dropout(rates, self.keep)
+
+    def check_masks_agree(self) -> None:
+        """All ranks must have drawn the same mask: two tensor-parallel ranks that drop different sequences give a
+        wrong result and no error. Checked once a process; later steps follow from the same inputs."""
+        digest = derive_seed(self.keep.numpy().tobytes().hex()) >> 1
+        low = torch.tensor([digest, -digest], dtype=torch.int64, device=self.device)
+        torch.distributed.all_reduce(low, torch.distributed.ReduceOp.MIN)
+        if low[0] != -low[1]:
+            raise RuntimeError(
+                f"rank {torch.distributed.get_rank()}: the ranks drew different layer-dropout masks at step "
+                f"{self.step}; they must have the same configuration, training.seed and versions"
+            )
+
     # Steps -----------------------------------------------------------------------------------------------------
 
     def train_step(self, data_iterator) -> None:
@@ -137,6 +175,7 @@ class Trainer(TitanTrainer):
             self.metrics_processor.rewind(self.step - 1)
             self.stepped = True
         self.micro_batch = -1
+        self.draw_layer_masks()
         super().train_step(data_iterator)
 
     def post_dataloading_process(self, input_dict, labels):
@@ -144,6 +183,10 @@ class Trainer(TitanTrainer):
         if self.model_args.document_mask:
             # every pipeline stage needs it, and only the first one sees the tokens
             extra_kwargs["documents"] = document_ids(inputs, self.model_args.eos_id)
+        if self.keep is not None:
+            B = self.job_config.training.local_batch_size
+            first = (self.micro_batch * self.dp_degree + self.dp_rank) * B
+            extra_kwargs |= {"keep": self.keep[first : first + B], "scale": self.scale}
         return inputs, labels, extra_inputs, extra_kwargs
 
     def forward_backward_step(self, *, input_dict, labels, global_valid_tokens) -> torch.Tensor:
@@ -170,13 +213,17 @@ class Trainer(TitanTrainer):
         return {
             "step": self.step,
             "ntokens_seen": self.ntokens_seen * self.dp_degree,
-            "run": json.dumps({"seed": self.job_config.training.seed}),
+            "run": json.dumps(
+                {"seed": self.job_config.training.seed, "flops_saved": self.metrics_processor.flops_saved}
+            ),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step = state_dict["step"]
         self.ntokens_seen = state_dict["ntokens_seen"] // self.dp_degree
-        saved, now = json.loads(state_dict["run"])["seed"], self.job_config.training.seed
+        run = json.loads(state_dict["run"])
+        self.metrics_processor.flops_saved = run["flops_saved"]
+        saved, now = run["seed"], self.job_config.training.seed
         if saved != now:
             torchtitan.tools.logging.logger.warning(
                 f"training.seed was {saved} when the checkpoint was written and is {now}: data order and masks change"

@@ -55,6 +55,7 @@ def parallelize(model: Decoder, parallel_dims: ParallelDims, job_config: JobConf
         shard_parameters(model, parallel_dims.get_mesh(names), parallel_dims.pp_enabled, job_config)
     elif parallel_dims.dp_replicate_enabled:
         apply_ddp(model, parallel_dims.get_mesh("dp_replicate"), enable_compile=compiled)
+    model.keep_on_cpu()
     return model
 
 

@@ -33,6 +33,11 @@ class DecoderArgs(BaseModelArgs):
     mask: Literal["per_sublayer", "per_linear"] = "per_sublayer"
     vpad_stop_gradient: bool = False
 
+    unit: Literal["layer", "sublayer"] = "layer"
+    scale_placement: Literal["per_sublayer", "block"] = "per_sublayer"
+    skip_compute: bool = True
+    eval_scale: list[float] | None = None  # r_eval of each layer; None: 1
+
     seed: int = 42  # of the initial weights
 
     def faults(self) -> list[str]:
@@ -72,6 +77,13 @@ class DecoderArgs(BaseModelArgs):
                 setattr(self, field.name, value)
         for name in ("placement", "p", "mask", "vpad_stop_gradient"):
             setattr(self, name, getattr(job_config.dropout, name))
+        layer_dropout = job_config.layer_dropout
+        for name in ("unit", "scale_placement", "skip_compute"):
+            setattr(self, name, getattr(layer_dropout, name))
+        self.eval_scale = None
+        if layer_dropout.scale == "eval_density" and layer_dropout.p_max > 0:
+            last = layer_dropout.steps(job_config) - 1
+            self.eval_scale = (1.0 - layer_dropout.rates(job_config, self.n_layers, last)).tolist()
         self.seed = job_config.training.seed
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
@@ -84,6 +96,18 @@ class DecoderArgs(BaseModelArgs):
         n_parameters = sum(p.numel() for p in model.parameters())
         matmul_weights = n_parameters if self.tied_embeddings else n_parameters - self.vocab_size * self.dim
         return n_parameters, 6 * matmul_weights + 12 * self.n_layers * self.dim * seq_len
+
+    def sublayer_flops(self, seq_len: int) -> tuple[int, int]:
+        """Training FLOPs a token of one block's attention and feed-forward, counted as in `get_nparams_and_flops`."""
+        norm = self.dim
+        feed_forward = 3 * self.dim * self.ffn_dim + norm
+        attention = self.layer_parameters() - feed_forward
+        return 6 * attention + 12 * self.dim * seq_len, 6 * feed_forward
+
+    def layer_flops_share(self, seq_len: int) -> float:
+        """The layers' share of all training FLOPs: the part of which layer dropout saves its mean rate."""
+        layers = self.n_layers * sum(self.sublayer_flops(seq_len))
+        return layers / (layers + 6 * (self.vocab_size * self.dim + self.dim))
 
     def n_parameters(self) -> int:
         """Parameters in all, by arithmetic (a test compares it with the built model)."""

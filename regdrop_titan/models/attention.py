@@ -19,6 +19,7 @@ from .positions import (
     document_block_mask,
     head_slopes,
     rotary_table,
+    select_block_mask,
     slope_tensor,
 )
 
@@ -38,6 +39,21 @@ class AttentionContext:
     bias: Tensor | None = None  # (1 or B, 1 or H, S, S) fp32, -inf where hidden; None: plain causal (CPU)
     slopes: Tensor | None = None  # (H,) fp32 (CUDA)
     block_mask: BlockMask | None = None  # None: plain causal (CUDA)
+    window: int | None = None
+    documents: Tensor | None = None  # (B, S) where bias and block mask differ by sequence
+
+    def of_rows(self, rows: Tensor | None) -> "AttentionContext":
+        """The context of some sequences of the batch: indices (n,), None for all of them."""
+        if rows is None or self.documents is None:
+            return self
+        kept = AttentionContext(
+            self.rotary, slopes=self.slopes, window=self.window, documents=self.documents.index_select(0, rows)
+        )
+        if self.bias is not None:
+            kept.bias = self.bias.index_select(0, rows)
+        if self.block_mask is not None:
+            kept.block_mask = select_block_mask(self.block_mask, rows, kept.documents, self.window)
+        return kept
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
@@ -100,7 +116,7 @@ class Attention(nn.Module):
 
     def context(self, seq_len: int, device: torch.device, documents: Tensor | None) -> AttentionContext:
         """The context for full sequences of `seq_len` tokens; documents (B, S) hides other documents' keys."""
-        context = AttentionContext()
+        context = AttentionContext(window=self.window, documents=documents)
         if self.position == "rope":
             context.rotary = rotary_table(seq_len, self.head_dim, self.rope_theta, device)
         if self.slopes is None and self.window is None and documents is None:

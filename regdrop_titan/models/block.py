@@ -1,4 +1,7 @@
-"""A block is one or two residual sublayers, and a residual sublayer is where every dropout placement stands."""
+"""A block is one or two residual sublayers, and a residual sublayer is where every dropout placement stands.
+
+Layer dropout acts on the block (or on each sublayer) from outside: it chooses the rows that go in.
+"""
 
 from collections.abc import Callable
 
@@ -6,13 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from ..regularization import inverted_dropout, vpad
+from ..regularization.layer_dropout import Kept, scaled, skip
 from .args import DecoderArgs
 from .attention import Attention, AttentionContext
 from .feed_forward import FeedForward
 
 
 class Residual(nn.Module):
-    """`x + inner(norm(x))`, with dropout at the place named by `placement` (LG secs 3-4).
+    """The update `inner(norm(x))` of a residual sublayer, with dropout at the place named by `placement`
+    (LG secs 3-4). The block adds it to `x`.
 
     In evaluation, and at `p = 0`, every placement is bit for bit the dense sublayer and draws nothing.
     """
@@ -33,13 +38,13 @@ class Residual(nn.Module):
         h = self.norm(x)
         match self.placement if self.training and self.p > 0.0 else "none":
             case "none":
-                return x + self.inner(h, **context)
+                return self.inner(h, **context)
             case "pre_norm":
-                return x + inverted_dropout(self.inner(h, **context), self.p)
+                return inverted_dropout(self.inner(h, **context), self.p)
             case "pre_linear":
-                return x + self.inner(*self.masked(inverted_dropout, h), **context)
+                return self.inner(*self.masked(inverted_dropout, h), **context)
             case "vpad":
-                return x + self.inner(*self.masked(self.vpad, h), **context)
+                return self.inner(*self.masked(self.vpad, h), **context)
             case unknown:
                 raise ValueError(f"unknown dropout placement {unknown!r}")
 
@@ -52,16 +57,41 @@ class Residual(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward sublayers. (B, S, d) -> (B, S, d)."""
+    """Attention and feed-forward sublayers, and layer dropout around them. (B, S, d) -> (B, S, d)."""
 
     def __init__(self, args: DecoderArgs) -> None:
         super().__init__()
         self.attention = Residual(args, Attention(args))
         self.feed_forward = Residual(args, FeedForward(args))
+        self.scale_whole_update = args.scale_placement == "block"
 
     def context(self, seq_len: int, device: torch.device, documents: Tensor | None) -> AttentionContext:
         return self.attention.inner.context(seq_len, device, documents)
 
-    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
-        x = self.attention(x, context=context)
-        return self.feed_forward(x)
+    def forward(self, x: Tensor, context: AttentionContext, kept: tuple[Kept, ...] = ()) -> Tensor:
+        """`kept`: nothing (dense), one for the whole block, or one each for attention and feed-forward."""
+        if not kept:
+            x = x + self.attention(x, context=context)
+            return x + self.feed_forward(x)
+        if len(kept) == 1:
+            return skip(
+                lambda rows_of_x, rows: self.update(rows_of_x, context.of_rows(rows), kept[0].scale),
+                x,
+                kept[0],
+                self.parameters(),
+            )
+        for residual, own in zip((self.attention, self.feed_forward), kept, strict=True):
+
+            def update(rows_of_x: Tensor, rows: Tensor | None, residual=residual, own=own) -> Tensor:
+                arguments = {"context": context.of_rows(rows)} if residual is self.attention else {}
+                return scaled(residual(rows_of_x, **arguments), own.scale)
+
+            x = skip(update, x, own, residual.parameters())
+        return x
+
+    def update(self, x: Tensor, context: AttentionContext, scale: Tensor | None) -> Tensor:
+        """What the block adds to `x`: `Z - X` and `X' - Z` of DD eq. 6, each scaled by r, or `r (X' - X)`."""
+        inside = None if self.scale_whole_update else scale
+        first = scaled(self.attention(x, context=context), inside)
+        update = first + scaled(self.feed_forward(x + first), inside)
+        return scaled(update, scale) if self.scale_whole_update else update

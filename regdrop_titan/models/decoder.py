@@ -1,9 +1,12 @@
 """The decoder: embedding, blocks, norm, head. Every model family is arguments of this one class."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torchtitan.protocols.model import ModelProtocol
 
+from ..regularization.layer_dropout import Kept, kept_rows
 from .args import DecoderArgs
 from .block import Block
 from .initialization import initialize
@@ -37,16 +40,51 @@ class Decoder(ModelProtocol):
         self.tie_embeddings()
         initialize(self, self.args)
 
-    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+    def keep_on_cpu(self) -> None:
+        """Read `keep` before FSDP2 moves it to the GPU, where finding the kept rows would wait for the device.
+        Call after `fully_shard`, so that this hook comes before its own."""
+
+        def read(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            if isinstance(kwargs.get("keep"), Tensor):
+                kwargs["keep"] = self.check_keep(kwargs["keep"])
+            return args, kwargs
+
+        self.register_forward_pre_hook(read, prepend=True, with_kwargs=True)
+
+    def check_keep(self, keep: Tensor) -> tuple[tuple[int, ...], ...]:
+        """The kept rows of each column of `keep`: (B, L), or (B, L, 2) for `unit = "sublayer"`."""
+        L, sublayers = self.args.n_layers, self.args.unit == "sublayer"
+        if keep.dtype != torch.bool or keep.shape[1:] != ((L, 2) if sublayers else (L,)):
+            wanted = f"(B, {L}, 2)" if sublayers else f"(B, {L})"
+            raise ValueError(f"keep must be bool of shape {wanted}, got {keep.dtype} of {tuple(keep.shape)}")
+        if keep.device.type != "cpu":
+            raise ValueError(f"keep must be on the CPU (reading it from {keep.device} would wait for the device)")
+        return kept_rows(keep.flatten(1))
+
+    def forward(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        keep: Tensor | tuple[tuple[int, ...], ...] | None = None,
+        scale: Sequence[float] | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> Tensor:
         """Logits of every position.
 
         Args:
             tokens: (B, S) int64; on later pipeline stages the activations (B, S, d) of the stage before.
             documents: (B, S) int32, the document of each token, for `document_mask`; found from the tokens'
                 end-of-text ids when None (a later pipeline stage must be given it).
+            keep: which sequences each layer computes, bool on the CPU: (B, L), or (B, L, 2) for attention and
+                feed-forward apart. None: all.
+            scale: L Python floats, the factor r of each layer's update. None: 1, in evaluation `args.eval_scale`.
+            layers: only these layers, in this order: `range(n)` exits early. None: all.
 
         Returns:
             (B, S, vocab_size); activations (B, S, d) on a pipeline stage without the head.
+
+        Raises:
+            ValueError: `keep` of another shape, dtype or device, `scale` of another length, or an unknown layer.
         """
         if self.tok_embeddings is not None:
             seq_len = tokens.shape[1]
@@ -56,7 +94,41 @@ class Decoder(ModelProtocol):
         else:
             h = tokens
             seq_len = h.shape[1] * self.sequence_shards
-        for block in self.layers.values():
-            h = block(h, block.context(seq_len, h.device, documents))
+        chosen = self.layers if layers is None else [str(layer) for layer in layers]
+        if unknown := [name for name in chosen if name not in self.layers]:
+            raise ValueError(f"no layer {', '.join(unknown)}: there are 0 ... {self.args.n_layers - 1}")
+        kept = self.kept(h, keep, scale if self.training or scale is not None else self.args.eval_scale)
+        for name in chosen:
+            block = self.layers[name]
+            h = block(h, block.context(seq_len, h.device, documents), kept[int(name)])
         h = self.norm(h) if self.norm is not None else h
         return self.output(h) if self.output is not None else h
+
+    def kept(self, h: Tensor, keep, scale: Sequence[float] | None) -> list[tuple[Kept, ...]]:
+        """For every layer, what its block keeps of `h` (B, S, d) and by what its update is multiplied."""
+        L = self.args.n_layers
+        if keep is None and scale is None:
+            return [()] * L
+        width = 2 if self.args.unit == "sublayer" else 1
+        if scale is not None and len(scale) != L:
+            raise ValueError(f"scale must have one factor for each of the {L} layers, got {len(scale)}")
+        # one transfer for all layers' rows, one for their scales
+        dtype = torch.promote_types(h.dtype, torch.float32)
+        scales = [None] * L if scale is None else list(torch.tensor(scale, dtype=dtype, device=h.device).unbind())
+        B = h.shape[0]
+        columns = [tuple(range(B))] * (L * width) if keep is None else keep
+        if isinstance(columns, Tensor):
+            if len(columns) != B:
+                raise ValueError(f"keep has {len(columns)} rows, the batch {B}")
+            columns = self.check_keep(columns)
+        flat = torch.tensor([row for rows in columns for row in rows], dtype=torch.int64, device=h.device)
+        found = []
+        for column, rows in enumerate(flat.split([len(rows) for rows in columns])):
+            own = Kept(scale=scales[column // width])
+            if not self.args.skip_compute:
+                own.keep = torch.zeros(B, dtype=torch.bool, device=h.device).index_fill(0, rows, True)
+            elif len(rows) < B:
+                torch._dynamo.maybe_mark_dynamic(rows, 0)  # one graph for all counts above 1
+                own.rows = rows
+            found.append(own)
+        return [tuple(found[layer * width : (layer + 1) * width]) for layer in range(L)]

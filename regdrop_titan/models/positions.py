@@ -132,14 +132,39 @@ def causal_block_mask(window: int | None, seq_len: int, device: torch.device) ->
     )
 
 
+def _document_mask_mod(documents: Tensor, window: int | None):
+    return lambda b, h, i, j: visible(i - j, window) & (documents[b, i] == documents[b, j])
+
+
 def document_block_mask(documents: Tensor, window: int | None) -> BlockMask:
     """As `causal_block_mask`, keys of other documents hidden too; documents (B, S)."""
     batch, seq_len = documents.shape
     return create_block_mask(
-        lambda b, h, i, j: visible(i - j, window) & (documents[b, i] == documents[b, j]),
+        _document_mask_mod(documents, window),
         B=batch,
         H=None,
         Q_LEN=seq_len,
         KV_LEN=seq_len,
         device=documents.device,
+    )
+
+
+def select_block_mask(mask: BlockMask, rows: Tensor, documents: Tensor, window: int | None) -> BlockMask:
+    """The block mask of some sequences of a batch; `documents` are theirs already.
+
+    A mask made for B sequences and used with fewer is silently wrong: both its blocks and the batch index of its
+    mask function have to follow.
+    """
+
+    def select(blocks: Tensor | None) -> Tensor | None:
+        return None if blocks is None else blocks.index_select(0, rows)
+
+    return BlockMask.from_kv_blocks(
+        select(mask.kv_num_blocks),
+        select(mask.kv_indices),
+        select(mask.full_kv_num_blocks),
+        select(mask.full_kv_indices),
+        BLOCK_SIZE=mask.BLOCK_SIZE,
+        mask_mod=_document_mask_mod(documents, window),
+        seq_lengths=mask.seq_lengths,
     )
