@@ -12,6 +12,7 @@ import warnings
 from types import ModuleType, SimpleNamespace
 
 import torch
+import torch._inductor.config
 
 
 class CPUDeviceModule(ModuleType):
@@ -97,4 +98,6 @@ def prepare() -> None:
         finally:
             torch._utils._get_available_device_type = ask_type
             torch._utils._get_device_module = ask_module
+        # On CPU the compiler's own generator is several times slower than torch's, and would draw other masks
+        torch._inductor.config.fallback_random = True
     titan_utils.get_peak_flops = _peak_flops_or_nan(titan_utils.get_peak_flops)  # type: ignore[attr-defined]

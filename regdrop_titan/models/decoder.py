@@ -128,7 +128,8 @@ class Decoder(ModelProtocol):
             if not self.args.skip_compute:
                 own.keep = torch.zeros(B, dtype=torch.bool, device=h.device).index_fill(0, rows, True)
             elif len(rows) < B:
-                torch._dynamo.maybe_mark_dynamic(rows, 0)  # one graph for all counts above 1
-                own.rows = rows
+                # One graph for all counts above 1. A copy: as a view its offset would be one more thing to recompile for.
+                own.rows = rows.clone()
+                torch._dynamo.maybe_mark_dynamic(own.rows, 0)
             found.append(own)
         return [tuple(found[layer * width : (layer + 1) * width]) for layer in range(L)]
