@@ -1,13 +1,18 @@
 """Paired step timings, as ratios.
 
-    python scripts/benchmark.py dense [--compile] [--output outputs/benchmark_dense.json]
+    python scripts/benchmark.py dense [--compile]
+    python scripts/benchmark.py layer-dropout [--compile]
+    torchrun --nproc_per_node=2 scripts/benchmark.py layer-dropout
 
 Variants take turns, one step each a round, so that a drift of the machine's speed meets all of them alike; a ratio is
-the median over rounds of the pairwise ratios. A step is forward, loss, backward and a fused AdamW update.
+the median over rounds of the pairwise ratios. A dense step is forward, loss, backward and a fused AdamW update; a
+layer-dropout step is forward and backward of a stack of blocks.
 """
 
 import argparse
+import itertools
 import json
+import os
 import platform
 import statistics
 import sys
@@ -18,9 +23,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
 from tqdm import tqdm
 
 from regdrop_titan.models import build_model
+from regdrop_titan.regularization import keep_mask
 
 Step = Callable[[], None]
 
@@ -51,7 +58,7 @@ def make_step(model: torch.nn.Module, tokens: torch.Tensor, compiled: bool) -> S
 def time_rounds(steps: dict[str, Step], rounds: int, warmup: int) -> dict[str, list[float]]:
     """Seconds of each variant's step, by round."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for round_ in tqdm(range(warmup + rounds), desc="rounds", unit="round"):
+    for round_ in tqdm(range(warmup + rounds), desc="rounds", unit="round", disable=os.environ.get("RANK", "0") != "0"):
         for name, step in steps.items():
             start = time.perf_counter()
             step()
@@ -113,25 +120,127 @@ def dense(arguments: argparse.Namespace) -> dict:
     return {"rows": rows, "seconds": seconds}
 
 
+def layer_dropout(arguments: argparse.Namespace) -> dict:
+    """A stack of blocks: dense, masked and skipped, by rate and sampling; several ranks run under FSDP2."""
+    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else None
+    device = device or torch.device("cpu")
+    d, L, S, B = arguments.dim, arguments.layers, arguments.seq_len, arguments.batch_size
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def stack(**overrides) -> torch.nn.Module:
+        model = build_model(
+            "nape_llama3", "debug", dim=d, n_layers=L, n_heads=d // 64, n_kv_heads=d // 64, ffn_dim=4 * d,
+            vocab_size=64, position=arguments.position, **overrides,
+        )  # fmt: skip
+        model = model.to(device, dtype)
+        if arguments.compile:
+            for name, block in model.layers.named_children():
+                model.layers.register_module(name, torch.compile(block, fullgraph=True))
+        if world_size > 1:
+            for block in model.layers.values():
+                fully_shard(block)
+                if device.type == "cpu":
+                    block.set_force_sum_reduction_for_comms(True)
+        return model
+
+    if world_size > 1:
+        torch.distributed.init_process_group()
+    skipping, masking = stack(), stack(skip_compute=False)
+    x = torch.randn(B, S, d, device=device, dtype=dtype, requires_grad=True)
+    kept_rows: dict[str, list[float]] = {}
+
+    def step(name: str, model: torch.nn.Module, rate: float | None, sampling: str) -> Step:
+        kept_rows[name] = []
+        rounds = itertools.count()
+
+        def run() -> None:
+            keep = None
+            if rate is not None:
+                rates = torch.full((L,), rate, dtype=torch.float64)
+                keep = keep_mask(rates, B * world_size, seed=0, step=next(rounds), sampling=sampling, group=B)
+                keep = keep[rank * B : (rank + 1) * B]
+                kept_rows[name].append(keep.double().mean().item())
+            h = x
+            kept = model.kept(x, keep, None if rate is None else [1 / (1 - rate)] * L)
+            for own, block in zip(kept, model.layers.values(), strict=True):
+                h = block(h, block.context(S, device, None), own)
+            h.sum().backward()
+            for parameter in model.parameters():
+                parameter.grad = None
+            if world_size > 1:
+                torch.distributed.barrier()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        return run
+
+    steps = {"dense": step("dense", skipping, None, "")}
+    for rate in arguments.rates:
+        if rate == 0.5:
+            steps["masked 0.5"] = step("masked 0.5", masking, rate, "bernoulli")
+        for sampling in ("bernoulli", "balanced") if rate else ("bernoulli",):
+            name = f"skipped {rate} {sampling}"
+            steps[name] = step(name, skipping, rate, sampling)
+    seconds = time_rounds(steps, arguments.rounds, arguments.warmup)
+    rows = {}
+    if rank == 0:
+        print(f"{'variant':<24}{'ms a step':>11}   ratio [quartiles] to dense   computed   time / compute saved")
+    for name in steps:
+        middle, low, high = ratio(seconds, name, "dense")
+        kept = statistics.fmean(kept_rows[name][arguments.warmup :]) if kept_rows[name] else 1.0
+        rows[name] = {
+            "seconds": statistics.median(seconds[name]),
+            "ratio": middle,
+            "quartiles": [low, high],
+            "kept": kept,
+        }
+        saved = f"{(1 - middle) / (1 - kept):.2f}" if kept < 1 else ""
+        if rank == 0:
+            milliseconds = 1000 * rows[name]["seconds"]
+            print(f"{name:<24}{milliseconds:>11.1f}   {middle:.3f} [{low:.3f}, {high:.3f}]{kept:>18.3f}{saved:>23}")
+    if world_size > 1:
+        torch.distributed.destroy_process_group()
+    return {"rows": rows, "seconds": seconds, "ranks": world_size}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("dense", help=dense.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for name, default in (
-        ("--dim", 768), ("--layers", 4), ("--seq-len", 512), ("--batch-size", 4), ("--vocab-size", 2048),
-        ("--rounds", 15), ("--warmup", 3),
-    ):  # fmt: skip
-        command.add_argument(name, type=int, default=default, help=" ")
-    command.add_argument("--p", type=float, default=0.1, help="drop probability")
-    command.add_argument("--compile", action="store_true", help="compile each block")
-    command.add_argument("--output", type=Path, default=Path("outputs/benchmark_dense.json"), help="result file")
-    command.set_defaults(run=dense)
+    sizes = {
+        "dense": {
+            "dim": 768,
+            "layers": 4,
+            "seq-len": 512,
+            "batch-size": 4,
+            "vocab-size": 2048,
+            "rounds": 15,
+            "warmup": 3,
+        },
+        "layer-dropout": {"dim": 512, "layers": 6, "seq-len": 512, "batch-size": 8, "rounds": 11, "warmup": 2},
+    }
+    for name, run in (("dense", dense), ("layer-dropout", layer_dropout)):
+        command = commands.add_parser(name, help=run.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        for option, default in sizes[name].items():
+            command.add_argument(f"--{option}", type=int, default=default, help=" ")
+        command.add_argument("--compile", action="store_true", help="compile each block")
+        command.add_argument("--output", type=Path, default=Path(f"outputs/benchmark_{name}.json"), help="result file")
+        command.set_defaults(run=run)
+        if name == "dense":
+            command.add_argument("--p", type=float, default=0.1, help="drop probability")
+        else:
+            command.add_argument("--rates", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75], help="drop rates")
+            command.add_argument("--position", choices=("nape", "rope"), default="nape", help="positions")
     arguments = parser.parse_args()
     if arguments.rounds < 2:
         parser.error("--rounds: quartiles need at least 2")
     if arguments.dim % 128:
         parser.error("--dim: must be a multiple of 128 (an even number of heads of 64)")
+    if not all(0 <= rate < 1 for rate in getattr(arguments, "rates", [])):
+        parser.error("--rates: must be in [0, 1)")
     result = arguments.run(arguments)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
     result |= {
         "command": " ".join(["python", *sys.argv]),
         "date": date.today().isoformat(),

@@ -128,7 +128,7 @@ class Decoder(ModelProtocol):
             if not self.args.skip_compute:
                 own.keep = torch.zeros(B, dtype=torch.bool, device=h.device).index_fill(0, rows, True)
             elif len(rows) < B:
-                # One graph for all counts above 1. A copy: as a view its offset would be one more thing to recompile for.
+                # one graph for all counts above 1; a copy, since a view's offset would be one more reason to recompile
                 own.rows = rows.clone()
                 torch._dynamo.maybe_mark_dynamic(own.rows, 0)
             found.append(own)

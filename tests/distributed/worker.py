@@ -1,6 +1,7 @@
 """Runs training cases one after another in one set of ranks; started by `harness.run_cases` under torchrun.
 
-A case is `{"args": [...], "check_init": bool, "masks": file or null}`. Its results lie in its dump folder; with
+A case is `{"args": [...], "check_init": bool, "masks": file or null,
+"other_masks": bool}`. Its results lie in its dump folder; with
 "masks" each rank appends the hash of every dropout mask it draws to `file.RANK`.
 """
 
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from regdrop_titan.config import load_config
 from regdrop_titan.models.initialization import canonical_name, initial_value
-from regdrop_titan.regularization import dropout
+from regdrop_titan.regularization import dropout, layer_dropout
 from regdrop_titan.trainer import Trainer
 
 # TorchTitan's rank 0 sleeps two seconds at the end of a run
@@ -57,6 +58,8 @@ def main() -> None:
             check_initial_weights(trainer)
         if case.get("masks"):
             log_masks(trainer, case["masks"])
+        if case.get("other_masks") and os.environ["RANK"] == "1":
+            sys.modules["regdrop_titan.trainer"].keep_mask = lambda *a, **k: ~layer_dropout.keep_mask(*a, **k)
         trainer.train()
         trainer.close()
     torch.distributed.destroy_process_group()
