@@ -27,7 +27,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from .data.packed import DataError, PackedDataset, read_manifest
 from .models.args import FAMILIES, DecoderArgs, flavor_args
 from .platform import has_accelerator
-from .regularization import layer_rates
+from .regularization.layer_dropout import layer_rates, time_factor
 
 # TorchTitan inspects these classes' annotations: no `from __future__ import annotations` here.
 
@@ -107,6 +107,16 @@ class Dropout:
 
     vpad_stop_gradient: bool = False
     """Treat VPAD's alpha and beta as constants in the backward pass (default: gradients flow)."""
+
+    schedule: Literal["constant", "increasing", "decreasing"] = "constant"
+    """The rate over time: p, p t/(T-1), or p (1 - t/(T-1)), t the 0-based step."""
+
+    total_steps: int = 0
+    """T of the schedule, in steps. 0: training.steps."""
+
+    def rate(self, config, t: int) -> float:
+        """The drop rate at 0-based step `t`."""
+        return self.p * time_factor(self.schedule, t, self.total_steps or config.training.steps)
 
 
 @dataclass
@@ -418,6 +428,7 @@ def _range_faults(config: JobConfig) -> list[str]:
     ]  # fmt: skip
     at_least_zero = [
         "layer_dropout.total_steps",
+        "dropout.total_steps",
         "lr_scheduler.warmup_steps",
         "optimizer.weight_decay",
         "checkpoint.keep_latest_k",

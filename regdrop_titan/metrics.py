@@ -70,8 +70,8 @@ class JsonLinesLogger(titan_metrics.BaseLogger):
         self.training = StepLog(folder / METRICS_FILE)
         self.validation = StepLog(folder / VALIDATION_FILE)
         self.world_size = world_size
-        self.flops_per_token = 0
-        self.layer_dropout: dict[str, float] = {}
+        self.flops_per_token: float = 0
+        self.extra: dict[str, float] = {}
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         if "validation_metrics/loss" in metrics:
@@ -90,7 +90,7 @@ class JsonLinesLogger(titan_metrics.BaseLogger):
             "data_seconds": metrics["time_metrics/data_loading(s)"],
             "memory_gib": metrics["memory/max_reserved(GiB)"],
             "flops": tokens * self.flops_per_token,  # dense
-            **self.layer_dropout,
+            **self.extra,
         }
         if not math.isnan(metrics["mfu(%)"]):
             record["mfu"] = metrics["mfu(%)"] / 100
@@ -101,6 +101,7 @@ class MetricsProcessor(titan_metrics.MetricsProcessor):
     """TorchTitan's, with the log files and a line of progress. One rank writes: the one that knows the loss."""
 
     logger: titan_metrics.BaseLogger
+    num_flops_per_token: float
 
     def __init__(self, job_config, parallel_dims, model_args: DecoderArgs, tag: str | None = None) -> None:
         super().__init__(job_config, parallel_dims, tag)
@@ -120,6 +121,7 @@ class MetricsProcessor(titan_metrics.MetricsProcessor):
         self.flops_saved = 0.0  # by layer dropout, of the run so far
         self._interval = [0.0, 0.0]  # dense and saved FLOPs since the last log
         self._layer_dropout: dict[str, float] = {}
+        self.dropout_rate: float | None = None  # of activations, where it follows a schedule
 
     def rewind(self, step: int) -> None:
         """Make the log files end at `step`, where training goes on."""
@@ -162,7 +164,9 @@ class MetricsProcessor(titan_metrics.MetricsProcessor):
             self._interval = [0.0, 0.0]
         if self.json_lines is not None:
             self.json_lines.flops_per_token = dense_per_token
-            self.json_lines.layer_dropout = self._layer_dropout
+            self.json_lines.extra = dict(self._layer_dropout)
+            if self.dropout_rate is not None:
+                self.json_lines.extra["dropout_rate"] = self.dropout_rate
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
         self.num_flops_per_token = dense_per_token
         if self._layer_dropout:

@@ -8,6 +8,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from .config import JobConfig, model_args
 from .models import Decoder
+from .regularization.layer_dropout import lock_step_time
 
 GIB = 1024**3
 
@@ -72,6 +73,47 @@ def _table(rows: list[tuple[str, str]]) -> str:
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
 
+def sampled_rates(config: JobConfig) -> torch.Tensor:
+    """The layers' drop rates at 101 steps spread over the run (all of a shorter one): (steps, L)."""
+    steps = config.training.steps
+    sampled = [round(i * (steps - 1) / 100) for i in range(101)] if steps > 101 else list(range(steps))
+    n_layers = model_args(config).n_layers
+    return torch.stack([config.layer_dropout.rates(config, n_layers, t) for t in sampled])
+
+
+def executed_share(config: JobConfig) -> float:
+    """FLOPs after layer dropout over dense ones."""
+    skips = config.layer_dropout
+    if skips.p_max == 0 or not skips.skip_compute:
+        return 1.0
+    layers = model_args(config).layer_flops_share(config.training.seq_len)
+    return 1 - layers * sampled_rates(config).mean().item()
+
+
+def layer_dropout_rows(config: JobConfig, dp: int, flops: float) -> list[tuple[str, str]]:
+    """Rates over depth and time, FLOPs after layer dropout, and the step time that each sampling would give."""
+    args, skips, training = model_args(config), config.layer_dropout, config.training
+    steps = training.steps
+    by_step = sampled_rates(config)
+    mean = by_step.mean().item()
+    layers = args.layer_flops_share(training.seq_len)
+    executed = flops * executed_share(config)
+    method = f"{skips.distribution} over depth, {skips.schedule} over time, p_max = {skips.p_max}, {skips.sampling}"
+    rows = [
+        ("method", method),
+        ("mean rate", f"{mean:.4f} of the layers' FLOPs saved (they are {100 * layers:.1f} % of all)"),
+        ("FLOPs executed", f"{executed:.3e} of {flops:.3e} dense"),
+    ]
+    for t in sorted({0, steps // 2, steps - 1}):
+        rates = skips.rates(config, args.n_layers, t).tolist()
+        shown = ", ".join(f"{rate:.3f}" for rate in (rates[0], rates[len(rates) // 2], rates[-1]))
+        rows.append((f"rates at step {t + 1:,}", f"first, middle, last layer {shown}"))
+    for sampling in ("bernoulli", "balanced"):
+        time = sum(lock_step_time(r, training.local_batch_size, dp, sampling) for r in by_step) / len(by_step)
+        rows.append((f"layers' time, {sampling}", f"{time:.3f} of dense (the slowest of {dp} ranks at every layer)"))
+    return rows
+
+
 def plan(config: JobConfig, world_size: int, mfu: float, peak_tflops: float) -> str:
     """The plan of a run on `world_size` GPUs as text.
 
@@ -88,7 +130,7 @@ def plan(config: JobConfig, world_size: int, mfu: float, peak_tflops: float) -> 
     tokens_per_step = sequences * training.seq_len
     tokens = tokens_per_step * training.steps
     flops = flops_per_token * tokens
-    hours = flops / (world_size * peak_tflops * 1e12 * mfu) / 3600
+    hours = flops * executed_share(config) / (world_size * peak_tflops * 1e12 * mfu) / 3600
 
     rows = [
         ("model", f"{config.model.name} {config.model.flavor}, {args.n_layers} layers, width {args.dim}"),
@@ -102,7 +144,7 @@ def plan(config: JobConfig, world_size: int, mfu: float, peak_tflops: float) -> 
                  f"PP {config.parallelism.pipeline_parallel_degree})"),
         ("micro-batches a step", f"{sequences // (training.local_batch_size * dp)} of {training.local_batch_size} "
                                  "sequences a rank"),
-        ("FLOPs", f"{flops:.3e} ({flops_per_token / 1e9:,.4g} G a token)"),
+        ("dense FLOPs", f"{flops:.3e} ({flops_per_token / 1e9:,.4g} G a token)"),
         ("hours", f"{hours:,.1f} at an MFU of {mfu} and {peak_tflops:g} TFLOP/s a GPU"),
     ]  # fmt: skip
     if config.training.dataset == "packed" and not Path(training.dataset_path or "").exists():
@@ -112,7 +154,12 @@ def plan(config: JobConfig, world_size: int, mfu: float, peak_tflops: float) -> 
     memory = [(name, f"{value / GIB:8.2f} GiB") for name, value in parts.items()]
     memory.append(("in all, about", f"{sum(parts.values()) / GIB:8.2f} GiB"))
 
+    sections = [_table(rows), "Memory a GPU (estimate)\n" + _table(memory)]
+    if config.layer_dropout.p_max > 0:
+        sections.append("Layer dropout\n" + _table(layer_dropout_rows(config, dp, flops)))
+
     total = training.steps
     marks = sorted({1, *(max(1, round(total * share)) for share in (0.01, 0.025, 0.1, 0.25, 0.5, 0.75, 0.9)), total})
     rates = [(f"step {step:,}", f"{lr:.3e}") for step, lr in zip(marks, learning_rates(config, marks), strict=True)]
-    return "\n\n".join([_table(rows), "Memory a GPU (estimate)\n" + _table(memory), "Learning rate\n" + _table(rates)])
+    sections.append("Learning rate\n" + _table(rates))
+    return "\n\n".join(sections)

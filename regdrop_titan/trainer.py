@@ -117,6 +117,15 @@ class Trainer(TitanTrainer):
         seed = self.job_config.training.seed
         torch.manual_seed(derive_seed("dropout", seed, self.step, self.micro_batch, chunk, stage, *ranks))
 
+    def set_dropout_rate(self) -> None:
+        """Bring the activation-dropout rate to this step's value, where it follows a schedule."""
+        dropout = self.job_config.dropout
+        if dropout.schedule != "constant":
+            rate = dropout.rate(self.job_config, self.step - 1)
+            for part in self.model_parts:
+                part.set_dropout_rate(rate)
+            self.metrics_processor.dropout_rate = rate
+
     def seed_pipeline_forwards(self) -> None:
         """Seed before every forward that the pipeline schedule runs. The schedule's first step in a process runs
         one more, by which its stages learn their shapes; it calls the model by another way and is not seeded, so it
@@ -175,6 +184,7 @@ class Trainer(TitanTrainer):
             self.metrics_processor.rewind(self.step - 1)
             self.stepped = True
         self.micro_batch = -1
+        self.set_dropout_rate()
         self.draw_layer_masks()
         super().train_step(data_iterator)
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # From nothing to a trained and evaluated model: makes .venv, builds a small corpus from the sources of Python's
-# standard library, trains train_configs/debug_nape_llama3.toml, evaluates it on long documents. Run it again to
+# standard library, trains train_configs/debug_nape_llama3.toml (VPAD)
+# with layer dropout, evaluates it on long documents. Run it again to
 # resume; --fresh starts over. Other arguments override the configuration: --training.steps 600
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,7 +12,7 @@ for argument in "$@"; do
     case "$argument" in
         --fresh) rm -rf "$run" ;;
         -h | --help)
-            sed -n '2,4s/^# //p' "$0"
+            sed -n '2,5s/^# //p' "$0"
             exit 0
             ;;
         *) overrides+=("$argument") ;;
@@ -22,7 +23,8 @@ done
 gpus="$(python -c 'import torch; print(torch.cuda.device_count())')"
 processes=$((gpus > 0 ? gpus : 2))
 torchrun --nproc_per_node="$processes" train.py \
-    --job.config_file train_configs/debug_nape_llama3.toml --job.dump_folder "$run" "${overrides[@]}"
+    --job.config_file train_configs/debug_nape_llama3.toml --job.dump_folder "$run" \
+    --layer_dropout.p_max 0.4 --layer_dropout.sampling balanced "${overrides[@]}"
 python scripts/evaluate.py position-loss --checkpoint "$run/checkpoint" --data data/stdlib/long --documents 48 \
     --output "$run"
 python - "$run" <<'PYTHON'

@@ -260,6 +260,56 @@ def test_every_dropout_key_reaches_the_model(key, value):
     assert getattr(changed, key) == value != getattr(model_args(load_config([])), key)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("unit", "sublayer"), ("scale_placement", "block"), ("skip_compute", False)]
+)
+def test_layer_dropout_keys_reach_the_model(key, value):
+    changed = model_args(load_config([f"--layer_dropout.{key}", str(value)]))
+    assert getattr(changed, key) == value != getattr(model_args(load_config([])), key)
+
+
+@pytest.mark.parametrize(
+    ("args", "first", "last"),
+    [
+        ([], [0, 0.2, 0.4, 0.6], [0, 0, 0, 0]),
+        (["--layer_dropout.distribution", "uniform"], [0.6] * 4, [0] * 4),
+        (["--layer_dropout.distribution", "alternating"], [0, 0.6, 0, 0.6], [0] * 4),
+        (["--layer_dropout.schedule", "constant"], [0, 0.2, 0.4, 0.6], [0, 0.2, 0.4, 0.6]),
+        (["--layer_dropout.schedule", "increasing"], [0, 0, 0, 0], [0, 0.2, 0.4, 0.6]),
+        (["--layer_dropout.total_steps", "19"], [0, 0.2, 0.4, 0.6], [0, 0.1, 0.2, 0.3]),
+    ],
+)
+def test_layer_dropout_rates_follow_the_keys(args, first, last):
+    config = load_config(["--layer_dropout.p_max", "0.6", "--training.steps", "10", *args])
+    for t, expected in ((0, first), (9, last)):
+        assert config.layer_dropout.rates(config, 4, t).tolist() == pytest.approx(expected)
+
+
+def test_eval_density_is_the_final_density():
+    skips = ["--layer_dropout.p_max", "0.6", "--layer_dropout.schedule", "constant"]
+    assert model_args(load_config(skips)).eval_scale is None
+    assert model_args(load_config([*skips, "--layer_dropout.scale", "none"])).eval_scale is None
+    density = model_args(load_config([*skips, "--layer_dropout.scale", "eval_density"])).eval_scale
+    assert density == pytest.approx([1.0, 0.8, 0.6, 0.4])
+
+
+@pytest.mark.parametrize(
+    ("args", "fault"),
+    [
+        (["--layer_dropout.p_max", "1"], "layer_dropout.p_max = 1.0: must be in [0, 1)"),
+        (["--layer_dropout.p_max", "-0.1"], "layer_dropout.p_max = -0.1: must be in [0, 1)"),
+        (["--layer_dropout.distribution", "linear"], "must be one of 'uniform', 'increasing', 'alternating'"),
+        (["--layer_dropout.schedule", "cosine"], "must be one of 'constant', 'increasing', 'decreasing'"),
+        (["--layer_dropout.sampling", "balanced", "--layer_dropout.granularity", "batch"], "granularity = 'batch'"),
+        (["--layer_dropout.unit", "sublayer", "--layer_dropout.scale_placement", "block"], "needs unit = 'layer'"),
+        (["--layer_dropout.total_steps", "-1"], "layer_dropout.total_steps = -1: must be at least 0"),
+    ],
+)
+def test_layer_dropout_faults(args, fault):
+    (found,) = faults(args)
+    assert fault in found
+
+
 def test_the_seed_reaches_the_model():
     assert model_args(load_config(["--training.seed", "7"])).seed == 7
 

@@ -55,3 +55,17 @@ def test_memory_falls_with_what_saves_memory():
     assert base["weights, gradients, optimizer"] == 16 * 423_531_264 / 8
     assert total("--activation_checkpoint.mode", "full")["activations"] < base["activations"] / 2
     assert total("--training.local_batch_size", "1")["logits"] == base["logits"] / 8
+
+
+def test_layer_dropout():
+    """ILD + DTS of 0.4 saves 0.1 of the layers' FLOPs; Bernoulli draws give little of it in time on 8 ranks."""
+    skips = ["--layer_dropout.p_max", "0.4"]
+    text = plan(load_config([*ARGS, *skips]), 8, mfu=0.4, peak_tflops=989)
+    assert "0.1000 of the layers' FLOPs saved" in text and "0.000, 0.209, 0.400" in text
+    layers = 24 * (6 * 9_438_720 + 12 * 768 * 2048)
+    share = layers / (layers + 6 * (128256 * 768 + 768))
+    dense = 76294 * 524288 * (layers + 6 * (128256 * 768 + 768))
+    assert f"{dense * (1 - 0.1 * share):.3e} of {dense:.3e} dense" in text
+    assert "layers' time, balanced   0.900 of dense" in text
+    masked = plan(load_config([*ARGS, *skips, "--layer_dropout.no-skip_compute"]), 8, mfu=0.4, peak_tflops=989)
+    assert f"{dense:.3e} of {dense:.3e} dense" in masked

@@ -7,6 +7,7 @@ import pytest
 
 from regdrop_titan.config import load_config
 from regdrop_titan.plan import default_world_size, plan
+from regdrop_titan.regularization import mean_rate
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -49,6 +50,26 @@ def test_the_five_settings_of_the_paper(name, placement, p, weight_decay):
     assert (config.lr_scheduler.decay_ratio, config.lr_scheduler.decay_type) == (0.2, "linear")
     assert config.optimizer.lr * config.lr_scheduler.min_lr_factor == pytest.approx(6e-5)
     assert (config.model.flavor, config.architecture.position, training.seq_len) == ("400M", "nape", 2048)
+
+
+@pytest.mark.parametrize(
+    ("name", "distribution", "schedule", "p_max", "mean"),
+    [
+        ("ild_dts_0.2", "increasing", "decreasing", 0.2, 0.05),
+        ("ild_dts_0.4", "increasing", "decreasing", 0.4, 0.1),
+        ("ild_dts_0.8", "increasing", "decreasing", 0.8, 0.2),
+        ("uniform_0.2", "uniform", "constant", 0.2, 0.2),
+        ("ald_0.4", "alternating", "constant", 0.4, 0.2),
+        ("vpad_ild_dts_0.4", "increasing", "decreasing", 0.4, 0.1),
+    ],
+)
+def test_layer_dropout_configs(name, distribution, schedule, p_max, mean):
+    config = load_config(["--job.config_file", str(ROOT / f"train_configs/nape_llama3_400m_{name}.toml")])
+    skips = config.layer_dropout
+    assert (skips.distribution, skips.schedule, skips.p_max) == (distribution, schedule, p_max)
+    assert skips.sampling == "balanced"
+    assert mean_rate(distribution, schedule, p_max, 24, config.training.steps) == pytest.approx(mean)
+    assert config.dropout.placement == ("vpad" if name.startswith("vpad") else "none")
 
 
 def test_the_five_settings_differ_in_nothing_else():

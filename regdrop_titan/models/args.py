@@ -32,6 +32,7 @@ class DecoderArgs(BaseModelArgs):
     p: float = 0.0
     mask: Literal["per_sublayer", "per_linear"] = "per_sublayer"
     vpad_stop_gradient: bool = False
+    dropout_schedule: Literal["constant", "increasing", "decreasing"] = "constant"
 
     unit: Literal["layer", "sublayer"] = "layer"
     scale_placement: Literal["per_sublayer", "block"] = "per_sublayer"
@@ -77,6 +78,7 @@ class DecoderArgs(BaseModelArgs):
                 setattr(self, field.name, value)
         for name in ("placement", "p", "mask", "vpad_stop_gradient"):
             setattr(self, name, getattr(job_config.dropout, name))
+        self.dropout_schedule = job_config.dropout.schedule
         layer_dropout = job_config.layer_dropout
         for name in ("unit", "scale_placement", "skip_compute"):
             setattr(self, name, getattr(layer_dropout, name))

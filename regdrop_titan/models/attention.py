@@ -46,13 +46,12 @@ class AttentionContext:
         """The context of some sequences of the batch: indices (n,), None for all of them."""
         if rows is None or self.documents is None:
             return self
-        kept = AttentionContext(
-            self.rotary, slopes=self.slopes, window=self.window, documents=self.documents.index_select(0, rows)
-        )
+        documents = self.documents.index_select(0, rows)
+        kept = AttentionContext(self.rotary, slopes=self.slopes, window=self.window, documents=documents)
         if self.bias is not None:
             kept.bias = self.bias.index_select(0, rows)
         if self.block_mask is not None:
-            kept.block_mask = select_block_mask(self.block_mask, rows, kept.documents, self.window)
+            kept.block_mask = select_block_mask(self.block_mask, rows, documents, self.window)
         return kept
 
 

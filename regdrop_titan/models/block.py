@@ -23,6 +23,7 @@ class Residual(nn.Module):
     """
 
     inner: Attention | FeedForward
+    rate: Tensor
 
     def __init__(self, args: DecoderArgs, inner: Attention | FeedForward) -> None:
         super().__init__()
@@ -30,30 +31,34 @@ class Residual(nn.Module):
         self.inner = inner
         self.placement = args.placement
         self.p = args.p
+        self.scheduled = args.dropout_schedule != "constant"
+        if self.scheduled:  # the trainer sets it at every step; a changing float would recompile each time
+            self.register_buffer("rate", torch.tensor(args.p, dtype=torch.float32), persistent=False)
         self.stop_gradient = args.vpad_stop_gradient
         # mask = "per_linear": an independent mask for each projection that reads the norm's output
         self.n_masks = len(inner.input_projections) if args.mask == "per_linear" else 1
 
     def forward(self, x: Tensor, **context) -> Tensor:  # (B, S, d) -> (B, S, d)
         h = self.norm(x)
+        p: float | Tensor = self.rate if self.scheduled else self.p
         match self.placement if self.training and self.p > 0.0 else "none":
             case "none":
                 return self.inner(h, **context)
             case "pre_norm":
-                return inverted_dropout(self.inner(h, **context), self.p)
+                return inverted_dropout(self.inner(h, **context), p)
             case "pre_linear":
-                return self.inner(*self.masked(inverted_dropout, h), **context)
+                return self.inner(*self.masked(inverted_dropout, h, p), **context)
             case "vpad":
-                return self.inner(*self.masked(self.vpad, h), **context)
+                return self.inner(*self.masked(self.vpad, h, p), **context)
             case unknown:
                 raise ValueError(f"unknown dropout placement {unknown!r}")
 
-    def vpad(self, h: Tensor, p: float) -> Tensor:
+    def vpad(self, h: Tensor, p: float | Tensor) -> Tensor:
         return vpad(h, p, stop_gradient=self.stop_gradient)
 
-    def masked(self, drop: Callable[[Tensor, float], Tensor], h: Tensor) -> list[Tensor]:
+    def masked(self, drop: Callable[..., Tensor], h: Tensor, p: float | Tensor) -> list[Tensor]:
         """The inner layer's input under one mask, or one input a projection, each under its own mask."""
-        return [drop(h, self.p) for _ in range(self.n_masks)]
+        return [drop(h, p) for _ in range(self.n_masks)]
 
 
 class Block(nn.Module):

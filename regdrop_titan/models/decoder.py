@@ -39,6 +39,14 @@ class Decoder(ModelProtocol):
         """Draw the initial weights from `args.seed`: the same for every parallel layout."""
         self.tie_embeddings()
         initialize(self, self.args)
+        self.set_dropout_rate(self.args.p)  # meta-device initialisation leaves buffers without values
+
+    @torch.no_grad()
+    def set_dropout_rate(self, p: float) -> None:
+        """Set the activation-dropout rate of every sublayer, where it follows a schedule."""
+        for name, buffer in self.named_buffers():
+            if name.endswith(".rate"):
+                buffer.fill_(p)
 
     def keep_on_cpu(self) -> None:
         """Read `keep` before FSDP2 moves it to the GPU, where finding the kept rows would wait for the device.

@@ -156,14 +156,11 @@ def select_block_mask(mask: BlockMask, rows: Tensor, documents: Tensor, window: 
     mask function have to follow.
     """
 
-    def select(blocks: Tensor | None) -> Tensor | None:
-        return None if blocks is None else blocks.index_select(0, rows)
-
+    full = (mask.full_kv_num_blocks, mask.full_kv_indices)
     return BlockMask.from_kv_blocks(
-        select(mask.kv_num_blocks),
-        select(mask.kv_indices),
-        select(mask.full_kv_num_blocks),
-        select(mask.full_kv_indices),
+        mask.kv_num_blocks.index_select(0, rows),
+        mask.kv_indices.index_select(0, rows),
+        *(None if blocks is None else blocks.index_select(0, rows) for blocks in full),
         BLOCK_SIZE=mask.BLOCK_SIZE,
         mask_mod=_document_mask_mod(documents, window),
         seq_lengths=mask.seq_lengths,

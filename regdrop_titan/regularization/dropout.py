@@ -1,8 +1,10 @@
 """Dropout of activations: inverted dropout and VPAD (LG secs 3-4). Where they stand: `models/block.py`.
 
-Both are identities that draw no random number at `p = 0`. Both draw from torch's default generator, which the
-trainer re-seeds before every forward (`trainer.py`), so that a mask is a function of seed, step, micro-batch
-and rank.
+Both are identities that draw no random number at `p = 0`. A rate that follows a schedule is a 0-d fp32 tensor, since a
+float that changes would recompile at every step; it is not checked, and at 0 it gives the identity too.
+
+Both draw from torch's default generator, which the trainer re-seeds before every forward (`trainer.py`), so that a mask
+is a function of seed, step, micro-batch and rank.
 """
 
 import torch
@@ -13,38 +15,40 @@ from torch import Tensor
 _MIN_VARIANCE = 1e-30
 
 
-def _check_rate(p: float) -> None:
-    if not 0.0 <= p < 1.0:
+def _check_rate(p: float | Tensor) -> None:
+    if not isinstance(p, Tensor) and not 0.0 <= p < 1.0:
         raise ValueError(f"drop probability p must be in [0, 1), got {p}")
 
 
-def _draw_keep(x: Tensor, p: float) -> Tensor:
+def _draw_keep(x: Tensor, p: float | Tensor) -> Tensor:
     """An independent keep mask for every sequence, token and channel: bool, shaped like `x`, P(True) = 1-p."""
     # twice as fast on CPU as bernoulli_, and exact to the 2^-24 spacing of rand's values
     return torch.rand(x.shape, dtype=torch.float32, device=x.device) >= p
 
 
-def inverted_dropout(x: Tensor, p: float, keep: Tensor | None = None) -> Tensor:
+def inverted_dropout(x: Tensor, p: float | Tensor, keep: Tensor | None = None) -> Tensor:
     """`b x / (1-p)` (LG sec. 3).
 
     Args:
         x: activations of any shape.
-        p: drop probability in [0, 1).
+        p: drop probability in [0, 1), a float or a 0-d tensor.
         keep: bool mask shaped like `x`, True where kept; drawn when None.
 
     Raises:
         ValueError: `p` is outside [0, 1) (at 1 the scale 1/(1-p) does not exist).
     """
     _check_rate(p)
-    if p == 0.0:
+    if not isinstance(p, Tensor) and p == 0.0:
         return x
     if keep is None:
         keep = _draw_keep(x, p)
+    if isinstance(p, Tensor):
+        return ((x * keep).to(torch.promote_types(x.dtype, p.dtype)) * (1.0 / (1.0 - p))).to(x.dtype)
     # A Python float multiplies in fp32 before the one rounding: 1/0.9 in bf16 would be 1.109.
     return x * keep * (1.0 / (1.0 - p))
 
 
-def vpad_coefficients(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+def vpad_coefficients(x: Tensor, p: float | Tensor) -> tuple[Tensor, Tensor]:
     """VPAD's affine correction of each token (LG eq. of sec. 4).
 
     With the token's own `mu = mean(x)` and `var = mean((x - mu)^2)` over its channels:
@@ -69,7 +73,7 @@ def vpad_coefficients(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
     return alpha, beta
 
 
-def vpad(x: Tensor, p: float, keep: Tensor | None = None, stop_gradient: bool = False) -> Tensor:
+def vpad(x: Tensor, p: float | Tensor, keep: Tensor | None = None, stop_gradient: bool = False) -> Tensor:
     """Variance-preserving affine dropout: `z = alpha b x + beta` (LG sec. 4).
 
     Over the mask and the channels `E[z] = mean(x)` and `Var[z] = var(x)` for every token.
@@ -87,7 +91,7 @@ def vpad(x: Tensor, p: float, keep: Tensor | None = None, stop_gradient: bool = 
         ValueError: `p` is outside [0, 1).
     """
     _check_rate(p)
-    if p == 0.0:
+    if not isinstance(p, Tensor) and p == 0.0:
         return x
     if keep is None:
         keep = _draw_keep(x, p)

@@ -7,6 +7,7 @@ stores one.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -190,3 +191,20 @@ def skip(
         return x + sum(p.flatten()[:0].sum() for p in empty).to(x.dtype)
     # index_add, out of place, was the fastest exact way back; FSDP2 loses a hook when an output is changed in place
     return x.index_add(0, rows, update(x.index_select(0, rows), rows).to(x.dtype))
+
+
+def lock_step_time(rates: Tensor, group: int, ranks: int, sampling: str) -> float:
+    """Expected time of the layers of a step, as a share of the dense one, when `ranks` wait for each other at each.
+
+    A layer then lasts as long as on the rank that kept most of its `group` sequences: with independent draws
+    `E[max over ranks of Binomial(B, 1-p)] / B`, with balanced ones `1-p`.
+    """
+    _check("sampling", sampling, ("bernoulli", "balanced"))
+    p = np.asarray(rates, dtype=np.float64)[:, None]  # (L, 1)
+    if sampling == "balanced":
+        return float(1.0 - p.mean())
+    k = np.arange(group + 1)
+    ways = np.array([math.comb(group, int(i)) for i in k], dtype=np.float64)
+    probability = ways * (1.0 - p) ** k * p ** (group - k)  # (L, B+1), of k kept
+    all_at_most = np.minimum(probability.cumsum(axis=1), 1.0) ** ranks
+    return float((1.0 - all_at_most[:, :-1]).sum(axis=1).mean() / group)  # E[max] = sum of P(max > k)

@@ -24,6 +24,7 @@ RESUMED = {
     "pre_norm": ["--dropout.placement", "pre_norm", "--dropout.p", "0.2"],
     "pre_linear_ac": ["--dropout.placement", "pre_linear", "--dropout.p", "0.2", "--dropout.mask", "per_linear",
                       "--activation_checkpoint.mode", "full"],
+    "scheduled": [*VPAD, "--dropout.schedule", "decreasing", "--dropout.total_steps", "6"],
 }  # fmt: skip
 RESUMED_ON_2 = RESUMED | {"vpad_tp": VPAD + LAYOUTS["tp"], "vpad_pp": VPAD + LAYOUTS["pp"]}
 
@@ -122,10 +123,17 @@ def test_resume_is_bit_for_bit_on_two(two, name):
 
 def test_dropout_acts_in_training(one, two):
     """Another placement gives another loss at the first step; the same one differs over layouts only in its masks."""
-    losses = {name: read(one / f"{name}_whole")[0]["loss"] for name in RESUMED}
+    losses = {name: read(one / f"{name}_whole")[0]["loss"] for name in RESUMED if name != "scheduled"}
     assert len(set(losses.values())) == len(losses)
     assert read(two / "vpad_whole")[0]["loss"] == pytest.approx(losses["vpad"], abs=0.1)
     assert read(two / "vpad_whole")[0]["loss"] != losses["vpad"]
+
+
+def test_a_scheduled_rate_follows_the_steps(one):
+    """DTS: 0.2 at the first step, 0 at the last, also after a resume."""
+    assert [record["dropout_rate"] for record in read(one / "scheduled_parts")] == pytest.approx(
+        [0.2 * (1 - t / 5) for t in range(6)]
+    )
 
 
 def test_data_go_on_where_they_stopped(packed):

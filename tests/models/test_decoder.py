@@ -169,6 +169,11 @@ def test_flex_attention_agrees_with_sdpa(S, window, packed):
     expected = sdpa_attention(q, k, v, AttentionContext(bias=bias))
     got = flex_attention_with_slopes(q, k, v, AttentionContext(slopes=slopes, block_mask=mask), flex=flex_attention)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    if packed:  # the kept rows of layer dropout take their own blocks and documents along
+        rows = torch.tensor([1])
+        context = AttentionContext(slopes=slopes, block_mask=mask, window=window, documents=documents).of_rows(rows)
+        got = flex_attention_with_slopes(q[rows], k[rows], v[rows], context, flex=flex_attention)
+        torch.testing.assert_close(got, expected[rows], rtol=1e-4, atol=1e-5)
 
 
 def test_bf16_autocast_keeps_the_bias_exact():

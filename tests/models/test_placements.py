@@ -97,6 +97,34 @@ def test_recomputation_draws_the_same_masks(placement):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_scheduled_rate_changes_without_a_recompile(placement):
+    """One graph for the whole schedule (report D6), each rate at once, and p = 0 bit for bit the dense model."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    net = model(placement=placement, p=0.5, dropout_schedule="decreasing")
+    fixed = model(placement=placement, p=0.25)
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(net.layers["0"].feed_forward, backend=counter, fullgraph=True)
+    x = torch.randn(8, 64, 32)
+    for p in (0.5, 0.4, 0.3, 0.25, 0.1):
+        net.set_dropout_rate(p)
+        torch.manual_seed(3)
+        out = compiled(x)
+        if placement == "pre_norm":
+            assert ((out == 0).double().mean() - p).abs() < 4 * (p * (1 - p) / out.numel()) ** 0.5
+    assert counter.frame_count == 1
+    net.set_dropout_rate(0.25)
+    outs = []
+    for one in (net, fixed):
+        torch.manual_seed(4)
+        outs.append(one(TOKENS))
+    torch.testing.assert_close(*outs, rtol=1e-6, atol=1e-6)
+    net.set_dropout_rate(0.0)
+    assert torch.equal(net(TOKENS), model()(TOKENS))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_compiled_dropout_follows_p_and_mode(placement):
     """Compiled and recomputed as in training: right in distribution, a new p and evaluation take effect at once
     (reports D2, D3, D5)."""

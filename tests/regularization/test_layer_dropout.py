@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from regdrop_titan.regularization import keep_mask, layer_rates, mean_rate
+from regdrop_titan.regularization.layer_dropout import lock_step_time
 
 DISTRIBUTIONS = ["uniform", "increasing", "alternating"]
 SCHEDULES = ["constant", "increasing", "decreasing"]
@@ -149,3 +150,23 @@ def test_bad_arguments_of_masks(arguments, message):
 def test_bad_arguments_of_rates(arguments, message):
     with pytest.raises(ValueError, match=message):
         layer_rates(*arguments)
+
+
+def test_lock_step_times_of_the_method_card():
+    """Ranks that wait for the slowest one at every layer: spec sec. 2's figures, and a simulation."""
+    ild = [layer_rates("increasing", "constant", p, 24, 0, 1) for p in (0.4, 0.8)]
+    half = torch.tensor([0.5])
+    assert lock_step_time(ild[0], 8, 64, "bernoulli") == pytest.approx(0.995, abs=5e-4)
+    assert lock_step_time(ild[1], 8, 64, "bernoulli") == pytest.approx(0.888, abs=5e-4)
+    assert lock_step_time(half, 16, 64, "bernoulli") == pytest.approx(0.785, abs=5e-4)
+    for rates in (*ild, half):
+        assert lock_step_time(rates, 8, 1, "bernoulli") == pytest.approx(1 - rates.mean().item())
+        assert lock_step_time(rates, 8, 256, "balanced") == pytest.approx(1 - rates.mean().item())
+    for sampling in ("bernoulli", "balanced"):
+        n, ranks = 3000, 8
+        slowest = []
+        for step in range(n):
+            keep = keep_mask(half, 4 * ranks, seed=0, step=step, sampling=sampling, group=4).view(ranks, 4)
+            slowest.append(keep.sum(1).max().item() / 4)
+        error = 4 * np.std(slowest) / n**0.5
+        assert abs(np.mean(slowest) - lock_step_time(half, 4, ranks, sampling)) < error + 1e-12
