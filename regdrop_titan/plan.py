@@ -90,6 +90,17 @@ def executed_share(config: JobConfig) -> float:
     return 1 - layers * sampled_rates(config).mean().item()
 
 
+def planned_flops(config: JobConfig, tokens_per_step: int) -> dict[str, float]:
+    """Training FLOPs of the whole run: dense, executed after layer dropout, and the share of the layers' saved."""
+    args = model_args(config)
+    with torch.device("meta"):
+        _, per_token = args.get_nparams_and_flops(Decoder(args), config.training.seq_len)
+    dense = per_token * tokens_per_step * config.training.steps
+    executed = dense * executed_share(config)
+    layers = dense * args.layer_flops_share(config.training.seq_len)
+    return {"dense": dense, "executed": executed, "saved_share_of_layers": (dense - executed) / layers}
+
+
 def layer_dropout_rows(config: JobConfig, dp: int, flops: float) -> list[tuple[str, str]]:
     """Rates over depth and time, FLOPs after layer dropout, and the step time that each sampling would give."""
     args, skips, training = model_args(config), config.layer_dropout, config.training

@@ -13,12 +13,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.components.loss import LossFunction, build_cross_entropy_loss, cross_entropy_loss
 from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
 from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer as TitanTrainer
 
 from . import __version__
 from .config import JobConfig
 from .data.packed import read_manifest
 from .models.positions import document_ids
+from .plan import planned_flops
 from .regularization import keep_mask
 from .seeds import derive_seed
 
@@ -76,6 +78,13 @@ class Trainer(TitanTrainer):
             self.seed_pipeline_forwards()
         if torch.distributed.get_rank() == 0:
             self.write_config()
+        if job_config.layer_dropout.p_max > 0:
+            rates = job_config.layer_dropout.rates(job_config, self.model_args.n_layers, 0).tolist()
+            logger.info("Layer dropout at the first step, by layer: " + " ".join(f"{rate:.3f}" for rate in rates))
+
+    def tokens_per_step(self) -> int:
+        training = self.job_config.training
+        return self.gradient_accumulation_steps * self.dp_degree * training.local_batch_size * training.seq_len
 
     def eos_id(self) -> int:
         """The end-of-text id of the training data."""
@@ -90,6 +99,7 @@ class Trainer(TitanTrainer):
         config = {
             **self.job_config.to_dict(),
             "model_args": dataclasses.asdict(self.model_args),
+            "flops": planned_flops(self.job_config, self.tokens_per_step()),
             "versions": {
                 "regdrop_titan": __version__,
                 "torchtitan": torchtitan.__version__,
@@ -154,7 +164,7 @@ class Trainer(TitanTrainer):
             rates[:, None].expand(-1, 2) if config.unit == "sublayer" else rates,
             sequences,
             seed=training.seed,
-            step=self.step,
+            step=self.step - 1,
             granularity=config.granularity,
             sampling=config.sampling,
             group=training.local_batch_size,
@@ -235,6 +245,6 @@ class Trainer(TitanTrainer):
         self.metrics_processor.flops_saved = run["flops_saved"]
         saved, now = run["seed"], self.job_config.training.seed
         if saved != now:
-            torchtitan.tools.logging.logger.warning(
+            logger.warning(
                 f"training.seed was {saved} when the checkpoint was written and is {now}: data order and masks change"
             )

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # From nothing to a trained and evaluated model: makes .venv, builds a small corpus from the sources of Python's
-# standard library, trains train_configs/debug_nape_llama3.toml (VPAD)
-# with layer dropout, evaluates it on long documents. Run it again to
-# resume; --fresh starts over. Other arguments override the configuration: --training.steps 600
+# standard library, trains train_configs/debug_nape_llama3.toml (VPAD) with layer dropout, evaluates it on long
+# documents. Run it again to resume; --fresh starts over. Other arguments override the configuration:
+# --training.steps 600
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -156,11 +156,12 @@ def select_block_mask(mask: BlockMask, rows: Tensor, documents: Tensor, window: 
     mask function have to follow.
     """
 
-    full = (mask.full_kv_num_blocks, mask.full_kv_indices)
+    number, indices = mask.full_kv_num_blocks, mask.full_kv_indices
     return BlockMask.from_kv_blocks(
         mask.kv_num_blocks.index_select(0, rows),
         mask.kv_indices.index_select(0, rows),
-        *(None if blocks is None else blocks.index_select(0, rows) for blocks in full),
+        None if number is None else number.index_select(0, rows),
+        None if indices is None else indices.index_select(0, rows),
         BLOCK_SIZE=mask.BLOCK_SIZE,
         mask_mod=_document_mask_mod(documents, window),
         seq_lengths=mask.seq_lengths,

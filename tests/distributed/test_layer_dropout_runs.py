@@ -1,5 +1,7 @@
 """Layer dropout in real runs: the same masks, losses and gradients in every layout; resume; savings as predicted."""
 
+import json
+
 import pytest
 import torch
 
@@ -113,7 +115,7 @@ def test_masking_saves_nothing(runs):
 
 
 @pytest.mark.parametrize("name", SAVINGS)
-def test_savings_are_those_that_mean_rate_predicts(reference, name):
+def test_savings_are_those_that_mean_rate_predicts(reference, folder, name):
     """After 20 steps, within 4 standard errors of the draws (balanced: within one sequence a step and layer sum)."""
     options = dict(zip(SAVINGS[name][::2], SAVINGS[name][1::2], strict=True))
     get = lambda key, default: options.get(f"--layer_dropout.{key}", default)  # noqa: E731
@@ -124,6 +126,8 @@ def test_savings_are_those_that_mean_rate_predicts(reference, name):
     error = 1 / (2 * L) if name == "balanced" else 4 * (predicted * (1 - predicted) / (L * T * G)) ** 0.5
     assert abs(last["flops_saved"] - predicted) < error
     assert last["flops_executed"] < last["flops"]
+    planned = json.loads((folder / "1" / name / "config.json").read_text())["flops"]
+    assert planned["dense"] == last["flops"] and planned["saved_share_of_layers"] == pytest.approx(predicted)
 
 
 @pytest.mark.parametrize("name", RESUMED)
