@@ -64,6 +64,8 @@ class Trainer(TitanTrainer):
         self.micro_batch = -1  # of the step's accumulation, 0-based
         dims = self.parallel_dims
         self.dp_degree = dims.dp_replicate * dims.dp_shard
+        # of the global batch
+        self.sequences = self.gradient_accumulation_steps * self.dp_degree * job_config.training.local_batch_size
         batch_mesh = dims.get_optional_mesh("batch")
         self.dp_rank = 0 if batch_mesh is None else batch_mesh.get_local_rank()
         self.replicas = dims.dp_replicate if dims.dp_replicate_enabled and not dims.fsdp_enabled else 1
@@ -82,10 +84,6 @@ class Trainer(TitanTrainer):
             rates = job_config.layer_dropout.rates(job_config, self.model_args.n_layers, 0).tolist()
             logger.info("Layer dropout at the first step, by layer: " + " ".join(f"{rate:.3f}" for rate in rates))
 
-    def tokens_per_step(self) -> int:
-        training = self.job_config.training
-        return self.gradient_accumulation_steps * self.dp_degree * training.local_batch_size * training.seq_len
-
     def eos_id(self) -> int:
         """The end-of-text id of the training data."""
         if self.tokenizer is not None:
@@ -99,7 +97,7 @@ class Trainer(TitanTrainer):
         config = {
             **self.job_config.to_dict(),
             "model_args": dataclasses.asdict(self.model_args),
-            "flops": planned_flops(self.job_config, self.tokens_per_step()),
+            "flops": planned_flops(self.job_config, self.sequences * self.job_config.training.seq_len),
             "versions": {
                 "regdrop_titan": __version__,
                 "torchtitan": torchtitan.__version__,
@@ -159,10 +157,9 @@ class Trainer(TitanTrainer):
         if config.p_max == 0:
             return
         rates = config.rates(self.job_config, self.model_args.n_layers, self.step - 1)
-        sequences = self.gradient_accumulation_steps * self.dp_degree * training.local_batch_size
         self.keep = keep_mask(
             rates[:, None].expand(-1, 2) if config.unit == "sublayer" else rates,
-            sequences,
+            self.sequences,
             seed=training.seed,
             step=self.step - 1,
             granularity=config.granularity,
