@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 from regdrop_titan.metrics import read_records
@@ -69,8 +72,17 @@ def run_cases(world_size: int, folder: Path, packed: Path, cases: dict[str, dict
         for name, case in cases.items()
     ]
     (folder / "cases.json").write_text(json.dumps(full))
-    done = torchrun(world_size, str(ROOT / "tests/distributed/worker.py"), str(folder / "cases.json"))
+    command = (world_size, str(ROOT / "tests/distributed/worker.py"), str(folder / "cases.json"))
+    done = torchrun(*command)
+    if killed := re.search(r"exitcode\s*: -(6|11)\b", done.stderr):
+        # Seen once in some 100 launches: gloo's own thread ends a rank by a signal, with no word from Python. Any
+        # fault of ours is a Python exception, and is not tried again.
+        warnings.warn(f"a rank was killed by signal {killed[1]}; starting its ranks once more", stacklevel=2)
+        for name in cases:
+            shutil.rmtree(folder / name, ignore_errors=True)
+        done = torchrun(*command)
     if done.returncode:  # the ranks' own words, without the launcher's
         said = [line for line in done.stderr.splitlines() if line.startswith("[rank")] or [done.stderr]
-        raise AssertionError(f"{world_size} ranks failed:\n" + "\n".join(said)[-5000:])
+        ends = re.findall(r"rank\s*: (\d+).*\n\s*exitcode\s*: (-?\d+)", done.stderr)
+        raise AssertionError(f"{world_size} ranks failed, (rank, exit code) {ends}:\n" + "\n".join(said)[-5000:])
     return {name: read_records(folder / name / "metrics.jsonl") for name in cases}
