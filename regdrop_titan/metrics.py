@@ -131,9 +131,8 @@ class MetricsProcessor(titan_metrics.MetricsProcessor):
 
     def count_layer_dropout(self, rates: Tensor, keep: Tensor) -> None:
         """Account for one step's layer dropout: rates (L,), keep (sequences, L) or (sequences, L, 2)."""
-        seq_len = self.job_config.training.seq_len
-        tokens = keep.shape[0] * seq_len
-        attention, feed_forward = self.model_args.sublayer_flops(seq_len)
+        tokens = keep.shape[0] * self.seq_len
+        attention, feed_forward = self.model_args.sublayer_flops(self.seq_len)
         dropped = (~keep).double().mean(0)  # (L,) or (L, 2)
         by_sublayer = dropped if dropped.dim() == 2 else dropped[:, None].expand(-1, 2)
         saved = tokens * (by_sublayer @ torch.tensor([attention, feed_forward], dtype=torch.float64)).sum().item()

@@ -7,7 +7,6 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer
 
 from .config import JobConfig, model_args
-from .models import Decoder
 from .regularization.layer_dropout import lock_step_time
 
 GIB = 1024**3
@@ -93,9 +92,7 @@ def executed_share(config: JobConfig) -> float:
 def planned_flops(config: JobConfig, tokens_per_step: int) -> dict[str, float]:
     """Training FLOPs of the whole run: dense, executed after layer dropout, and the share of the layers' saved."""
     args = model_args(config)
-    with torch.device("meta"):
-        _, per_token = args.get_nparams_and_flops(Decoder(args), config.training.seq_len)
-    dense = per_token * tokens_per_step * config.training.steps
+    dense = args.flops_per_token(config.training.seq_len) * tokens_per_step * config.training.steps
     executed = dense * executed_share(config)
     layers = dense * args.layer_flops_share(config.training.seq_len)
     return {"dense": dense, "executed": executed, "saved_share_of_layers": (dense - executed) / layers}
@@ -133,9 +130,7 @@ def plan(config: JobConfig, world_size: int, mfu: float, peak_tflops: float) -> 
     """
     args, training = model_args(config), config.training
     dp = data_parallel_degree(config, world_size)
-    with torch.device("meta"):
-        model = Decoder(args)
-    n_parameters, flops_per_token = args.get_nparams_and_flops(model, training.seq_len)
+    n_parameters, flops_per_token = args.n_parameters(), args.flops_per_token(training.seq_len)
     embeddings = n_parameters - args.n_layers * args.layer_parameters() - args.dim
     sequences = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * dp
     tokens_per_step = sequences * training.seq_len

@@ -71,7 +71,7 @@ class DecoderArgs(BaseModelArgs):
         return found
 
     def update_from_config(self, job_config, **kwargs) -> None:
-        """Take over the `[architecture]`, `[dropout]` and `[training]` keys of a job."""
+        """Take over the `[architecture]`, `[dropout]`, `[layer_dropout]` and `[training]` keys of a job."""
         for field in fields(job_config.architecture):
             value = getattr(job_config.architecture, field.name)
             if value is not None:
@@ -89,18 +89,20 @@ class DecoderArgs(BaseModelArgs):
         self.seed = job_config.training.seed
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Parameters, and dense training FLOPs a token (forward and backward, no recomputation).
+        """Parameters of `model`, and `flops_per_token`: what TorchTitan asks of model arguments."""
+        return sum(p.numel() for p in model.parameters()), self.flops_per_token(seq_len)
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Dense training FLOPs a token (forward and backward, no recomputation).
 
         6 a weight of every matrix multiplication (a tied head counts, the embedding look-up does not) and
         12 H head_dim S a layer for scores and values; causal sparsity and windows are not deducted, as in
         TorchTitan's and PaLM's count.
         """
-        n_parameters = sum(p.numel() for p in model.parameters())
-        matmul_weights = n_parameters if self.tied_embeddings else n_parameters - self.vocab_size * self.dim
-        return n_parameters, 6 * matmul_weights + 12 * self.n_layers * self.dim * seq_len
+        return self.n_layers * sum(self.sublayer_flops(seq_len)) + 6 * (self.vocab_size * self.dim + self.dim)
 
     def sublayer_flops(self, seq_len: int) -> tuple[int, int]:
-        """Training FLOPs a token of one block's attention and feed-forward, counted as in `get_nparams_and_flops`."""
+        """Training FLOPs a token of one block's attention and feed-forward, counted as in `flops_per_token`."""
         norm = self.dim
         feed_forward = 3 * self.dim * self.ffn_dim + norm
         attention = self.layer_parameters() - feed_forward
@@ -108,8 +110,7 @@ class DecoderArgs(BaseModelArgs):
 
     def layer_flops_share(self, seq_len: int) -> float:
         """The layers' share of all training FLOPs: the part of which layer dropout saves its mean rate."""
-        layers = self.n_layers * sum(self.sublayer_flops(seq_len))
-        return layers / (layers + 6 * (self.vocab_size * self.dim + self.dim))
+        return self.n_layers * sum(self.sublayer_flops(seq_len)) / self.flops_per_token(seq_len)
 
     def n_parameters(self) -> int:
         """Parameters in all, by arithmetic (a test compares it with the built model)."""

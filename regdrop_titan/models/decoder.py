@@ -54,12 +54,12 @@ class Decoder(ModelProtocol):
 
         def read(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             if isinstance(kwargs.get("keep"), Tensor):
-                kwargs["keep"] = self.check_keep(kwargs["keep"])
+                kwargs["keep"] = self.check_keep(kwargs["keep"], len(args[0]))
             return args, kwargs
 
         self.register_forward_pre_hook(read, prepend=True, with_kwargs=True)
 
-    def check_keep(self, keep: Tensor) -> tuple[tuple[int, ...], ...]:
+    def check_keep(self, keep: Tensor, B: int) -> tuple[tuple[int, ...], ...]:
         """The kept rows of each column of `keep`: (B, L), or (B, L, 2) for `unit = "sublayer"`."""
         L, sublayers = self.args.n_layers, self.args.unit == "sublayer"
         if keep.dtype != torch.bool or keep.shape[1:] != ((L, 2) if sublayers else (L,)):
@@ -67,6 +67,8 @@ class Decoder(ModelProtocol):
             raise ValueError(f"keep must be bool of shape {wanted}, got {keep.dtype} of {tuple(keep.shape)}")
         if keep.device.type != "cpu":
             raise ValueError(f"keep must be on the CPU (reading it from {keep.device} would wait for the device)")
+        if len(keep) != B:
+            raise ValueError(f"keep has {len(keep)} rows, the batch {B}")
         return kept_rows(keep.flatten(1))
 
     def forward(
@@ -102,13 +104,14 @@ class Decoder(ModelProtocol):
         else:
             h = tokens
             seq_len = h.shape[1] * self.sequence_shards
-        chosen = self.layers if layers is None else [str(layer) for layer in layers]
+        chosen = list(self.layers) if layers is None else [str(layer) for layer in layers]
         if unknown := [name for name in chosen if name not in self.layers]:
             raise ValueError(f"no layer {', '.join(unknown)}: there are 0 ... {self.args.n_layers - 1}")
         kept = self.kept(h, keep, scale if self.training or scale is not None else self.args.eval_scale)
+        # one context for all layers, which are alike: with document masks it is as large as the batch
+        context = self.layers[chosen[0]].context(seq_len, h.device, documents) if chosen else None
         for name in chosen:
-            block = self.layers[name]
-            h = block(h, block.context(seq_len, h.device, documents), kept[int(name)])
+            h = self.layers[name](h, context, kept[int(name)])
         h = self.norm(h) if self.norm is not None else h
         return self.output(h) if self.output is not None else h
 
@@ -126,9 +129,7 @@ class Decoder(ModelProtocol):
         B = h.shape[0]
         columns = [tuple(range(B))] * (L * width) if keep is None else keep
         if isinstance(columns, Tensor):
-            if len(columns) != B:
-                raise ValueError(f"keep has {len(columns)} rows, the batch {B}")
-            columns = self.check_keep(columns)
+            columns = self.check_keep(columns, B)
         flat = torch.tensor([row for rows in columns for row in rows], dtype=torch.int64, device=h.device)
         found = []
         for column, rows in enumerate(flat.split([len(rows) for rows in columns])):

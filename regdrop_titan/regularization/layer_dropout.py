@@ -135,9 +135,8 @@ def keep_mask(
 
 
 def _balanced(p: np.ndarray, sequences: int, group: int, seed: int, step: int) -> np.ndarray:
-    # the last row of uniforms is nobody's: its first entry rounds
     uniforms = _uniforms(seed, step, sequences, len(p))
-    rounding = _uniforms(seed, -1 - step, 1, 1).item()
+    rounding = _uniforms(seed, -1 - step, 1, 1).item()  # a stream of its own: no step is negative
     whole = np.floor(p * group)
     cumulative = np.cumsum(p * group - whole) + rounding
     up = np.diff(np.floor(cumulative), prepend=np.floor(rounding))
