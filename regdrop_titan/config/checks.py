@@ -1,0 +1,257 @@
+"""What cannot run: values out of range, degrees that do not divide, options that do not go together.
+
+Everything here is arithmetic on the configuration; `inputs` looks at files.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
+from torchtitan.hf_datasets.text_datasets import DATASETS
+
+from ..models.args import FAMILIES, DecoderArgs
+from ..platform import has_accelerator
+from .sections import JobConfig, model_args
+
+
+def validate(config: JobConfig, world_size: int | None = None) -> list[str]:
+    """Every value out of range and every impossible combination, one sentence each."""
+    faults = _range_faults(config)
+    if config.model.name not in FAMILIES:
+        return [*faults, f"model.name = {config.model.name!r}: must be one of {', '.join(FAMILIES)}"]
+    flavors = FAMILIES[config.model.name]
+    if config.model.flavor not in flavors:
+        return [*faults, f"model.flavor = {config.model.flavor!r}: must be one of {', '.join(flavors)}"]
+    args = model_args(config)
+    model_faults = [f for f in args.faults() if not f.startswith("p = ")]  # p: dropout.p, named by its range
+    faults += [f"architecture.{fault}" for fault in model_faults]
+    if not model_faults:
+        faults += _parallel_faults(config, args, world_size)
+    return faults + _unsupported(config) + _combination_faults(config)
+
+
+def _range_faults(config: JobConfig) -> list[str]:
+    """Values outside of their range. NaN fails every comparison, and so every bound."""
+    at_least_one = [
+        "training.steps", "training.seq_len", "training.local_batch_size", "training.gc_freq",
+        "metrics.log_freq", "checkpoint.interval", "validation.freq", "validation.seq_len",
+        "validation.local_batch_size", "parallelism.data_parallel_replicate_degree",
+        "parallelism.tensor_parallel_degree", "parallelism.pipeline_parallel_degree",
+        "parallelism.context_parallel_degree", "parallelism.pipeline_parallel_microbatch_size",
+    ]  # fmt: skip
+    at_least_zero = [
+        "layer_dropout.total_steps",
+        "dropout.total_steps",
+        "lr_scheduler.warmup_steps",
+        "optimizer.weight_decay",
+        "checkpoint.keep_latest_k",
+        "training.seed",
+    ]
+    above_zero = ["optimizer.lr", "optimizer.eps", "training.max_norm"]
+    unit = ["optimizer.beta1", "optimizer.beta2", "dropout.p", "layer_dropout.p_max"]
+
+    def value(key: str) -> Any:
+        section, name = key.split(".")
+        return getattr(getattr(config, section), name)
+
+    faults = [f"{key} = {value(key)}: must be at least 1" for key in at_least_one if not value(key) >= 1]
+    faults += [f"{key} = {value(key)}: must be at least 0" for key in at_least_zero if not value(key) >= 0]
+    faults += [f"{key} = {value(key)}: must be above 0" for key in above_zero if not value(key) > 0]
+    faults += [f"{key} = {value(key)}: must be in [0, 1)" for key in unit if not 0 <= value(key) < 1]
+    schedule = config.lr_scheduler
+    for key in ("decay_ratio", "min_lr_factor"):
+        ratio = getattr(schedule, key)
+        if ratio is not None and not 0 <= ratio <= 1:
+            faults.append(f"lr_scheduler.{key} = {ratio}: must be in [0, 1]")
+    if schedule.total_steps is not None and schedule.total_steps < 1:
+        faults.append(f"lr_scheduler.total_steps = {schedule.total_steps}: must be at least 1")
+    shard = config.parallelism.data_parallel_shard_degree
+    if shard != -1 and shard < 1:
+        faults.append(f"parallelism.data_parallel_shard_degree = {shard}: must be at least 1, or -1 for all the rest")
+    batch = config.training.global_batch_size
+    if batch != -1 and batch < 1:
+        faults.append(f"training.global_batch_size = {batch}: must be at least 1, or -1 for no accumulation")
+    if config.optimizer.name not in ("Adam", "AdamW"):
+        faults.append(f"optimizer.name = {config.optimizer.name!r}: must be one of Adam, AdamW")
+    if wrong := set(config.compile.components) - {"model", "loss"}:
+        faults.append(f"compile.components: unknown {', '.join(sorted(wrong))}; there are model, loss")
+    for key in ("training.dataset", "validation.dataset"):
+        if value(key) != "packed" and value(key) not in DATASETS:
+            faults.append(f"{key} = {value(key)!r}: must be one of packed, {', '.join(DATASETS)}")
+    if config.checkpoint.keep_latest_k == 1:
+        faults.append("checkpoint.keep_latest_k = 1: must be 0 (keep all) or at least 2, one may be half written")
+    if config.checkpoint.load_step < -1:
+        faults.append(f"checkpoint.load_step = {config.checkpoint.load_step}: must be a step, or -1 for the newest")
+    return faults
+
+
+def _parallel_faults(config: JobConfig, args: DecoderArgs, world_size: int | None) -> list[str]:
+    """Degrees that do not divide the model, the batch or the number of processes."""
+    parallel, training = config.parallelism, config.training
+    tp, pp = parallel.tensor_parallel_degree, parallel.pipeline_parallel_degree
+    replicate, shard = parallel.data_parallel_replicate_degree, parallel.data_parallel_shard_degree
+    if min(tp, pp, replicate) < 1 or shard == 0 or shard < -1:
+        return []
+    faults = []
+    tp_key = f"parallelism.tensor_parallel_degree = {tp}"
+    for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
+        if getattr(args, name) % tp:
+            faults.append(f"{tp_key}: must divide the model's {name} = {getattr(args, name)}")
+    for key, seq_len in (("training", training.seq_len), ("validation", config.validation.seq_len)):
+        if seq_len % tp and (key == "training" or config.validation.enable):
+            faults.append(f"{tp_key}: must divide {key}.seq_len = {seq_len} (sequence parallel)")
+    if world_size is not None:
+        others = replicate * tp * pp
+        data_parallel = replicate * shard
+        if shard == -1:
+            data_parallel = world_size // (tp * pp)
+        if (shard == -1 and world_size % others) or (shard != -1 and others * shard != world_size):
+            faults.append(
+                f"parallelism: data_parallel_replicate_degree {replicate} x data_parallel_shard_degree {shard} x "
+                f"tensor_parallel_degree {tp} x pipeline_parallel_degree {pp} does not fit {world_size} processes"
+            )
+        elif training.global_batch_size > 0 and training.global_batch_size % (
+            training.local_batch_size * data_parallel
+        ):
+            faults.append(
+                f"training.global_batch_size = {training.global_batch_size}: must be a multiple of "
+                f"local_batch_size {training.local_batch_size} x data-parallel degree {data_parallel}"
+            )
+        elif replicate > 1 and data_parallel == replicate and tp * pp > 1:
+            faults.append("parallelism: pure data-parallel replication (DDP) cannot be combined with TP or PP; shard")
+    if pp > 1:
+        faults += _pipeline_faults(config, args)
+    return faults
+
+
+def _pipeline_faults(config: JobConfig, args: DecoderArgs) -> list[str]:
+    parallel, training = config.parallelism, config.training
+    name, pp = parallel.pipeline_parallel_schedule, parallel.pipeline_parallel_degree
+    try:
+        schedule = get_schedule_class(name)
+    except ValueError:
+        return [f"parallelism.pipeline_parallel_schedule = {name!r}: no such schedule in torch"]
+    faults = []
+    microbatch = parallel.pipeline_parallel_microbatch_size
+    single = issubclass(schedule, PipelineScheduleSingle)
+    if microbatch >= 1 and training.local_batch_size % microbatch:
+        faults.append(
+            f"parallelism.pipeline_parallel_microbatch_size = {microbatch}: must divide "
+            f"training.local_batch_size = {training.local_batch_size}"
+        )
+    elif microbatch >= 1 and single and training.local_batch_size // microbatch < pp:
+        faults.append(
+            f"training.local_batch_size = {training.local_batch_size}: makes fewer pipeline micro-batches (of "
+            f"{microbatch}) than the {pp} stages of {name}"
+        )
+    if parallel.module_fqns_per_model_part is None and parallel.pipeline_parallel_layers_per_stage is None:
+        try:
+            generate_llm_fqn_per_model_part(
+                pp * (1 if single else 2),
+                args.n_layers,
+                parallel.pipeline_parallel_first_stage_less_layers,
+                parallel.pipeline_parallel_last_stage_less_layers,
+            )
+        except ValueError as error:
+            faults.append(f"parallelism.pipeline_parallel_degree = {pp}: {error}")
+    if args.tied_embeddings:
+        faults.append("architecture.tied_embeddings = true: embedding and head lie on different pipeline stages")
+    if config.validation.enable:
+        if name == "ZBVZeroBubble":
+            faults.append("validation.enable = true: torch's ZBVZeroBubble schedule has no working evaluation")
+        if (config.validation.local_batch_size, config.validation.seq_len) != (
+            training.local_batch_size,
+            training.seq_len,
+        ):
+            faults.append(
+                "validation.local_batch_size, validation.seq_len: must equal training's under pipeline parallel, "
+                "whose buffers have one shape"
+            )
+    return faults
+
+
+def _unsupported(config: JobConfig) -> list[str]:
+    """TorchTitan's options that do nothing, or not the right thing, with these models."""
+    faults = []
+    refused = [
+        (config.parallelism.context_parallel_degree > 1, "parallelism.context_parallel_degree",
+         "not supported: its load balancer permutes keys, and ALiBi, windows and document masks need their places"),
+        (config.parallelism.expert_parallel_degree > 1, "parallelism.expert_parallel_degree", "no model has experts"),
+        (bool(config.model.converters), "model.converters", "quantized training is not supported"),
+        (config.model.tokenizer_path is not None, "model.tokenizer_path", "replaced by model.hf_assets_path"),
+        (config.optimizer.early_step_in_backward, "optimizer.early_step_in_backward",
+         "not supported: clipping and accumulation need the whole gradient"),
+        (config.checkpoint.initial_load_in_hf or config.checkpoint.last_save_in_hf,
+         "checkpoint.initial_load_in_hf, checkpoint.last_save_in_hf", "no Hugging Face conversion for this family yet"),
+        (config.checkpoint.create_seed_checkpoint, "checkpoint.create_seed_checkpoint",
+         "not needed: the initial weights of a seed are the same for every layout"),
+        (config.fault_tolerance.enable, "fault_tolerance.enable", "TorchFT is not supported"),
+        (config.memory_estimation.enable, "memory_estimation.enable",
+         "does nothing in TorchTitan 0.2.2; `train.py --plan` estimates memory"),
+        (config.comm.mode != "default", "comm.mode", "only 'default' is supported"),
+        (bool(config.parallelism.pipeline_parallel_schedule_csv), "parallelism.pipeline_parallel_schedule_csv",
+         "not supported"),
+    ]  # fmt: skip
+    if not has_accelerator():
+        refused += [
+            (config.training.enable_cpu_offload, "training.enable_cpu_offload", "needs a GPU"),
+            (config.checkpoint.async_mode == "async_with_pinned_mem", "checkpoint.async_mode",
+             "'async_with_pinned_mem' needs a GPU; 'async' does not"),
+            (config.profiling.enable_profiling or config.profiling.enable_memory_snapshot,
+             "profiling.enable_profiling, profiling.enable_memory_snapshot", "TorchTitan's profiler needs a GPU"),
+        ]  # fmt: skip
+    for wrong, key, reason in refused:
+        if wrong:
+            faults.append(f"{key}: {reason}")
+    return faults
+
+
+def _combination_faults(config: JobConfig) -> list[str]:
+    faults = []
+    ac = config.activation_checkpoint
+    drops = config.dropout.placement != "none" and config.dropout.p > 0
+    skips = config.layer_dropout
+    if skips.granularity == "batch" and skips.sampling == "balanced":
+        faults.append(
+            "layer_dropout.sampling = 'balanced': cannot be with granularity = 'batch', which drops all sequences "
+            "alike; use sampling = 'bernoulli' or granularity = 'sequence'"
+        )
+    if skips.unit == "sublayer" and skips.scale_placement == "block":
+        faults.append("layer_dropout.scale_placement = 'block': needs unit = 'layer', got 'sublayer'")
+    if skips.p_max > 0 and ac.mode == "memory_budget" and not drops:
+        faults.append(
+            "activation_checkpoint.mode = 'memory_budget': not with layer dropout; use full, selective or none, or "
+            f"layer_dropout.p_max = 0 (now {skips.p_max})"
+        )
+    if drops and ac.mode != "none" and not ac.preserve_rng_state:
+        faults.append(
+            "activation_checkpoint.preserve_rng_state = false: recomputation would draw other dropout masks than "
+            f"the forward did; set it true, or dropout.p = 0 (now {config.dropout.p})"
+        )
+    if drops and ac.mode == "memory_budget":
+        faults.append(
+            "activation_checkpoint.mode = 'memory_budget': its partitioner may recompute random masks; use full, "
+            f"selective or none, or dropout.p = 0 (now {config.dropout.p})"
+        )
+    if ac.mode == "memory_budget" and not (config.compile.enable and "model" in config.compile.components):
+        faults.append("activation_checkpoint.mode = 'memory_budget': needs compile.enable and component model")
+    option = ac.selective_ac_option
+    if ac.mode == "selective" and option != "op" and not (option.isdigit() and int(option) >= 1):
+        faults.append(f"activation_checkpoint.selective_ac_option = {option!r}: must be 'op' or a number of layers")
+    if config.parallelism.enable_async_tensor_parallel and not config.compile.enable:
+        faults.append("parallelism.enable_async_tensor_parallel = true: needs compile.enable")
+    if config.debug.seed not in (None, config.training.seed):
+        faults.append(f"debug.seed = {config.debug.seed}: set training.seed instead (now {config.training.seed})")
+    if config.validation.enable and config.validation.dataset != "packed" and config.validation.steps == -1:
+        faults.append("validation.steps = -1: a streamed validation set has no common end over ranks; set a number")
+    if config.training.dataset_source == "stdlib" and config.training.dataset != "packed":
+        faults.append(f"training.dataset_source = 'stdlib': needs dataset = 'packed', got {config.training.dataset!r}")
+    if config.training.dataset_source == "stdlib" and Path(config.training.dataset_path or "").name not in (
+        "train", "validation", "long",
+    ):  # fmt: skip
+        faults.append(
+            f"training.dataset_path = {config.training.dataset_path!r}: must end in train, validation or long with "
+            "dataset_source = 'stdlib'"
+        )
+    return faults

@@ -1,0 +1,182 @@
+"""The TOML sections of a run: TorchTitan's, and those this package adds."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torchtitan.config as titan
+from torch import Tensor
+
+from ..models.args import DecoderArgs, flavor_args
+from ..regularization.layer_dropout import layer_rates, time_factor
+
+# TorchTitan inspects these classes' annotations: no `from __future__ import annotations` here.
+
+
+@dataclass
+class Model(titan.Model):
+    name: str = "nape_llama3"
+    """Model family: nape_llama3."""
+
+    flavor: str = "debug"
+    """Size of the family: debug, 150M, 400M, 1B, 3B."""
+
+
+@dataclass
+class Architecture:
+    """Overrides of the flavor. A field left out keeps the flavor's value."""
+
+    position: Literal["rope", "nope", "alibi", "nape"] | None = None
+    """Positions: rotary, none, ALiBi in all heads, or NAPE (ALiBi in the first half of the heads; LG sec. 5)."""
+
+    slopes: Literal["inverse", "exp2", "press"] | None = None
+    """ALiBi slopes by head h = 1, 2, ...: 1/h, 2^-(h-1), or Press et al.'s rule."""
+
+    rope_theta: float | None = None
+    """Base of the rotary frequencies, above 0."""
+
+    sliding_window: int | None = None
+    """Keys a query sees, its own included, at least 1. Absent: all of them."""
+
+    document_mask: bool | None = None
+    """Hide the keys of other documents in a packed sequence."""
+
+    dim: int | None = None
+    """Model width d, a multiple of n_heads."""
+
+    n_layers: int | None = None
+    """Number of blocks, at least 1."""
+
+    n_heads: int | None = None
+    """Query heads, even for nape."""
+
+    n_kv_heads: int | None = None
+    """Key and value heads; must divide n_heads."""
+
+    ffn_dim: int | None = None
+    """Width of the feed-forward layer."""
+
+    vocab_size: int | None = None
+    """Vocabulary of embedding and head; at least the tokenizer's."""
+
+    norm_eps: float | None = None
+    """Epsilon of the norms, above 0."""
+
+    tied_embeddings: bool | None = None
+    """One matrix for embedding and head."""
+
+
+@dataclass
+class Dropout:
+    placement: Literal["none", "pre_norm", "pre_linear", "vpad"] = "none"
+    """Where dropout stands in every residual sublayer (LG secs 3-4)."""
+
+    p: float = 0.0
+    """Drop probability in [0, 1). The papers use 0.1 to 0.3. Read by every placement but none."""
+
+    mask: Literal["per_sublayer", "per_linear"] = "per_sublayer"
+    """One mask on the norm's output for all projections that read it (the paper's), or one each.
+    Of effect for pre_linear and vpad."""
+
+    vpad_stop_gradient: bool = False
+    """Treat VPAD's alpha and beta as constants in the backward pass (default: gradients flow)."""
+
+    schedule: Literal["constant", "increasing", "decreasing"] = "constant"
+    """The rate over time: p, p t/(T-1), or p (1 - t/(T-1)), t the 0-based step."""
+
+    total_steps: int = 0
+    """T of the schedule, in steps. 0: training.steps."""
+
+    def rate(self, config, t: int) -> float:
+        """The drop rate at 0-based step `t`."""
+        return self.p * time_factor(self.schedule, t, self.total_steps or config.training.steps)
+
+
+@dataclass
+class LayerDropout:
+    p_max: float = 0.0
+    """Highest drop rate of a layer, in [0, 1); 0: none (DD sec. 4)."""
+
+    distribution: Literal["uniform", "increasing", "alternating"] = "increasing"
+    """Rates over depth: p_max in every layer, p_max l/(L-1) (ILD), or p_max in odd layers (ALD)."""
+
+    schedule: Literal["constant", "increasing", "decreasing"] = "decreasing"
+    """Rates over time: constant, t/(T-1) (ITS), or 1 - t/(T-1) (DTS) of them."""
+
+    unit: Literal["layer", "sublayer"] = "layer"
+    """Drop whole blocks, or attention and feed-forward independently."""
+
+    granularity: Literal["sequence", "batch"] = "sequence"
+    """Every sequence draws its own mask, or one draw holds for the whole global batch."""
+
+    scale: Literal["inverse_density", "none", "eval_density"] = "inverse_density"
+    """Factor of a layer's update in training and evaluation: 1/(1-p) and 1, 1 and 1, or 1 and the final density."""
+
+    scale_placement: Literal["per_sublayer", "block"] = "per_sublayer"
+    """With unit = layer: scale each sublayer's update (DD eq. 6), or the block's whole update once."""
+
+    sampling: Literal["bernoulli", "balanced"] = "bernoulli"
+    """Independent draws (the paper's), or the same count in every micro-batch of every rank, so none waits."""
+
+    skip_compute: bool = True
+    """false: compute every sequence and mask the update (for comparison; it saves nothing)."""
+
+    total_steps: int = 0
+    """T of the schedule, in steps. 0: training.steps."""
+
+    def steps(self, config) -> int:
+        """T."""
+        return self.total_steps or config.training.steps
+
+    def rates(self, config, n_layers: int, t: int) -> Tensor:
+        """The drop rate of every layer at 0-based step `t`: (L,) fp64."""
+        return layer_rates(self.distribution, self.schedule, self.p_max, n_layers, t, self.steps(config))
+
+
+@dataclass
+class Training(titan.Training):
+    dataset: str = "packed"
+    """packed, or one of TorchTitan's names (c4, c4_test, c4_validation)."""
+
+    dataset_source: Literal["prepared", "stdlib"] = "prepared"
+    """prepared: dataset_path holds a packed set. stdlib: the folder above it is built on first use, with the
+    sets train, validation and long, from the sources of Python's standard library."""
+
+    seed: int = 42
+    """Of initial weights, data order and dropout masks; at least 0."""
+
+
+@dataclass
+class Validation(titan.Validation):
+    dataset: str = "packed"
+    """packed, or one of TorchTitan's names."""
+
+    local_batch_size: int = 0
+    """Sequences a rank and batch. 0: training.local_batch_size."""
+
+    seq_len: int = 0
+    """Tokens a sequence. 0: training.seq_len."""
+
+
+@dataclass
+class Checkpoint(titan.Checkpoint):
+    last_save_model_only: bool = False
+    """Whether the last checkpoint holds the model alone. TorchTitan's default, true, makes a finished run
+    impossible to extend."""
+
+
+@dataclass
+class JobConfig(titan.JobConfig):
+    model: Model = field(default_factory=Model)
+    architecture: Architecture = field(default_factory=Architecture)
+    dropout: Dropout = field(default_factory=Dropout)
+    layer_dropout: LayerDropout = field(default_factory=LayerDropout)
+    training: Training = field(default_factory=Training)
+    validation: Validation = field(default_factory=Validation)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+
+def model_args(config: JobConfig) -> DecoderArgs:
+    """The model's arguments after `[architecture]`, `[dropout]` and `[training]`; name and flavor must exist."""
+    args = flavor_args(config.model.name, config.model.flavor)
+    args.update_from_config(config)
+    return args
