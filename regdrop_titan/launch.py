@@ -99,7 +99,7 @@ def main(args: list[str]) -> int:
         if config.training.dataset_source == "stdlib":
             from .data.stdlib_corpus import build_stdlib_corpus
 
-            build_stdlib_corpus(Path(config.training.dataset_path).parent)
+            build_stdlib_corpus(Path(config.training.dataset_path or "").parent)
     except ConfigError as error:
         return fail(f"the configuration cannot run:\n{error}")
     except DataError as error:

@@ -75,7 +75,8 @@ class JsonLinesLogger(titan_metrics.BaseLogger):
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         if "validation_metrics/loss" in metrics:
-            self.validation.append({"step": step, "loss": metrics["validation_metrics/loss"]})
+            contexts = {k.removeprefix("validation/"): v for k, v in metrics.items() if k.startswith("validation/")}
+            self.validation.append({"step": step, "loss": metrics["validation_metrics/loss"], **contexts})
             return
         tokens = int(metrics["n_tokens_seen"])
         record = {
@@ -121,7 +122,7 @@ class MetricsProcessor(titan_metrics.MetricsProcessor):
         self.flops_saved = 0.0  # by layer dropout, of the run so far
         self._interval = [0.0, 0.0]  # dense and saved FLOPs since the last log
         self._layer_dropout: dict[str, float] = {}
-        self.dropout_rate: float | None = None  # of activations, where it follows a schedule
+        self.extra: dict[str, float] = {}  # what the trainer adds to a step's record
 
     def rewind(self, step: int) -> None:
         """Make the log files end at `step`, where training goes on."""
@@ -163,9 +164,7 @@ class MetricsProcessor(titan_metrics.MetricsProcessor):
             self._interval = [0.0, 0.0]
         if self.json_lines is not None:
             self.json_lines.flops_per_token = dense_per_token
-            self.json_lines.extra = dict(self._layer_dropout)
-            if self.dropout_rate is not None:
-                self.json_lines.extra["dropout_rate"] = self.dropout_rate
+            self.json_lines.extra = self._layer_dropout | self.extra
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
         self.num_flops_per_token = dense_per_token
         if self._layer_dropout:
@@ -190,6 +189,11 @@ class MetricsProcessor(titan_metrics.MetricsProcessor):
                 plot_loss(records, read_records(self.folder / VALIDATION_FILE), self.folder / "loss.png")
 
 
+def _multiple(key: str) -> int:
+    """2 of `loss_2x`."""
+    return int(key.removeprefix("loss_").removesuffix("x"))
+
+
 def plot_loss(records: list[dict], validation: list[dict], path: Path) -> None:
     """Training and validation loss by step, as a PNG."""
     from matplotlib.figure import Figure
@@ -199,6 +203,10 @@ def plot_loss(records: list[dict], validation: list[dict], path: Path) -> None:
     axes.plot([r["step"] for r in records], [r["loss"] for r in records], label="training")
     if validation:
         axes.plot([r["step"] for r in validation], [r["loss"] for r in validation], "o-", label="validation")
+        for key in sorted({key for r in validation for key in r if key.startswith("loss_")}, key=_multiple):
+            drawn = [r for r in validation if key in r]
+            label = f"long documents at {_multiple(key)}x the context"
+            axes.plot([r["step"] for r in drawn], [r[key] for r in drawn], ".--", label=label)
     axes.set(xlabel="step", ylabel="loss (nats a token)")
     axes.grid(alpha=0.3)
     axes.legend()

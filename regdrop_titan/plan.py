@@ -7,6 +7,8 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer
 
 from .config import JobConfig, model_args
+from .data.mixture import parse_mixture
+from .data.packed import DataError, PackedDataset
 from .regularization.layer_dropout import lock_step_time
 
 GIB = 1024**3
@@ -122,6 +124,25 @@ def layer_dropout_rows(config: JobConfig, dp: int, flops: float) -> list[tuple[s
     return rows
 
 
+def data_rows(config: JobConfig, n_samples: int) -> list[tuple[str, str]]:
+    """What each packed set holds, and how often a run of `n_samples` reads it."""
+    training = config.training
+    if training.dataset != "packed" or training.dataset_path is None:
+        return [("data", training.dataset)]
+    rows = []
+    for path, weight in parse_mixture(training.dataset_path):
+        try:
+            dataset = PackedDataset(path, training.seq_len, seed=training.seed)
+        except DataError as error:
+            to_be_built = training.dataset_source == "stdlib" and not Path(path).exists()
+            rows.append(("data", f"{path}: built on first use" if to_be_built else f"not usable yet: {error}"))
+            continue
+        passes = float(n_samples * weight) / len(dataset)
+        share = f"{100 * float(weight):.4g} % of the samples, " if weight != 1 else ""
+        rows.append(("data", f"{path}: {len(dataset.tokens) / 1e9:,.3g} B tokens, {share}{passes:.2f} passes"))
+    return rows
+
+
 def plan(config: JobConfig, world_size: int, mfu: float, peak_tflops: float) -> str:
     """The plan of a run on `world_size` GPUs as text.
 
@@ -153,9 +174,7 @@ def plan(config: JobConfig, world_size: int, mfu: float, peak_tflops: float) -> 
         ("dense FLOPs", f"{flops:.3e} ({flops_per_token / 1e9:,.4g} G a token)"),
         ("hours", f"{hours:,.1f} at an MFU of {mfu} and {peak_tflops:g} TFLOP/s a GPU"),
     ]  # fmt: skip
-    if config.training.dataset == "packed" and not Path(training.dataset_path or "").exists():
-        built = training.dataset_source == "stdlib"
-        rows.append(("data", f"{training.dataset_path}: {'built on first use' if built else 'not there yet'}"))
+    rows += data_rows(config, sequences * training.steps)
     parts = memory_bytes(config, world_size, n_parameters)
     memory = [(name, f"{value / GIB:8.2f} GiB") for name, value in parts.items()]
     memory.append(("in all, about", f"{sum(parts.values()) / GIB:8.2f} GiB"))

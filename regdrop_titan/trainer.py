@@ -18,6 +18,9 @@ from torchtitan.train import Trainer as TitanTrainer
 
 from . import __version__
 from .config import JobConfig
+from .data import copying
+from .data.loader import TrainingLoader
+from .data.mixture import Mixture, parse_mixture
 from .data.packed import read_manifest
 from .models.positions import document_ids
 from .plan import planned_flops
@@ -50,8 +53,9 @@ def build_loss(job_config: JobConfig, parallel_dims: ParallelDims) -> TokenLoss:
 
 
 def build_tokenizer(job_config: JobConfig) -> BaseTokenizer | None:
-    """The tokenizer of TorchTitan's own data sets; packed sets are tokens already."""
-    return None if job_config.training.dataset == "packed" else build_hf_tokenizer(job_config)
+    """The tokenizer of TorchTitan's own data sets; packed sets and the copying task are tokens already."""
+    ours = job_config.training.dataset in ("packed", "copying")
+    return None if ours else build_hf_tokenizer(job_config)
 
 
 class Trainer(TitanTrainer):
@@ -73,6 +77,7 @@ class Trainer(TitanTrainer):
             self.maybe_enable_amp = contextlib.nullcontext()  # torch warns of autocast to fp32 on CPU
             if job_config.validation.enable:
                 self.validator.maybe_enable_amp = self.maybe_enable_amp
+        self.samples = self.dataloader.samples if isinstance(self.dataloader, TrainingLoader) else None
         for part in self.model_parts:
             part.args.eos_id = self.eos_id()
         self.model_args.eos_id = self.eos_id()
@@ -83,12 +88,20 @@ class Trainer(TitanTrainer):
         if job_config.layer_dropout.p_max > 0:
             rates = job_config.layer_dropout.rates(job_config, self.model_args.n_layers, 0).tolist()
             logger.info("Layer dropout at the first step, by layer: " + " ".join(f"{rate:.3f}" for rate in rates))
+        if isinstance(self.samples, Mixture):
+            self.samples.log(job_config.training.steps * self.sequences)
 
     def eos_id(self) -> int:
         """The end-of-text id of the training data."""
         if self.tokenizer is not None:
             return self.tokenizer.eos_id or 0
-        return read_manifest(self.job_config.training.dataset_path)["eos_id"]
+        if self.job_config.training.dataset == "copying":
+            return copying.END
+        return self.data_manifest()["eos_id"]
+
+    def data_manifest(self) -> dict[str, Any]:
+        """Of the packed training set; of a mixture's first, whose tokenizer the others share."""
+        return read_manifest(parse_mixture(self.job_config.training.dataset_path)[0][0])
 
     def write_config(self) -> None:
         """Leave the resolved configuration in the dump folder: it names the model for every later command."""
@@ -97,6 +110,8 @@ class Trainer(TitanTrainer):
         config = {
             **self.job_config.to_dict(),
             "model_args": dataclasses.asdict(self.model_args),
+            # evaluation refuses data of another tokenizer
+            "tokenizer": self.data_manifest()["tokenizer"] if self.job_config.training.dataset == "packed" else None,
             "flops": planned_flops(self.job_config, self.sequences * self.job_config.training.seq_len),
             "versions": {
                 "regdrop_titan": __version__,
@@ -132,7 +147,7 @@ class Trainer(TitanTrainer):
             rate = dropout.rate(self.job_config, self.step - 1)
             for part in self.model_parts:
                 part.set_dropout_rate(rate)
-            self.metrics_processor.dropout_rate = rate
+            self.metrics_processor.extra["dropout_rate"] = rate
 
     def seed_pipeline_forwards(self) -> None:
         """Seed before every forward that the pipeline schedule runs. The schedule's first step in a process runs
@@ -193,6 +208,8 @@ class Trainer(TitanTrainer):
         self.micro_batch = -1
         self.set_dropout_rate()
         self.draw_layer_masks()
+        if isinstance(self.samples, Mixture):
+            self.metrics_processor.extra["epochs"] = self.samples.epochs(self.dataloader.consumed + self.sequences)
         super().train_step(data_iterator)
 
     def post_dataloading_process(self, input_dict, labels):

@@ -3,10 +3,12 @@
     python scripts/benchmark.py dense [--compile]
     python scripts/benchmark.py layer-dropout [--compile]
     torchrun --nproc_per_node=2 scripts/benchmark.py layer-dropout
+    python scripts/benchmark.py data [--tokenizer DIR]
 
 Variants take turns, one step each a round, so that a drift of the machine's speed meets all of them alike; a ratio is
 the median over rounds of the pairwise ratios. A dense step is forward, loss, backward and a fused AdamW update; a
-layer-dropout step is forward and backward of a stack of blocks.
+layer-dropout step is forward and backward of a stack of blocks. The data benchmark sets preparation beside the bare
+tokenizer, and reads a packed set as training does.
 """
 
 import argparse
@@ -14,8 +16,11 @@ import itertools
 import json
 import os
 import platform
+import resource
+import shutil
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
@@ -26,6 +31,11 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
 from tqdm import tqdm
 
+from regdrop_titan.data.loader import TrainingLoader
+from regdrop_titan.data.mixture import Mixture
+from regdrop_titan.data.preparation import prepare
+from regdrop_titan.data.stdlib_corpus import stdlib_sources
+from regdrop_titan.data.tokenizers import HuggingFaceTokenizer, TiktokenTokenizer, load_tokenizer, train_tokenizer
 from regdrop_titan.models import build_model
 from regdrop_titan.regularization import keep_mask
 
@@ -204,6 +214,70 @@ def layer_dropout(arguments: argparse.Namespace) -> dict:
     return {"rows": rows, "seconds": seconds, "ranks": world_size}
 
 
+def bare_tokenizer(path: Path | str, texts: list[str]) -> int:
+    """The tokens of `texts`, by the tokenizer library's plain call, one text after another in one thread."""
+    tokenizer = load_tokenizer(path)
+    if isinstance(tokenizer, TiktokenTokenizer):
+        return sum(len(tokenizer.encoding.encode_ordinary(text)) for text in texts)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return sum(len(tokenizer.tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
+    return sum(len(text.encode()) for text in texts)
+
+
+def data(arguments: argparse.Namespace) -> dict:
+    """Time preparation with one and two workers against the bare tokenizer, and the training loader."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        texts, size = [], 0
+        for text in itertools.cycle(stdlib_sources()):
+            texts.append(text)
+            size += len(text)
+            if size > arguments.megabytes * 1e6:
+                break
+        (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        tokenizer = arguments.tokenizer
+        if tokenizer is None:
+            tokenizer = folder / "tokenizer.json"
+            train_tokenizer(stdlib_sources(), arguments.vocab_size).save(str(tokenizer))
+
+        def prepared(workers: int) -> int:
+            shutil.rmtree(folder / "set", ignore_errors=True)
+            return prepare([str(folder / "text.jsonl")], tokenizer, folder / "set", workers=workers)["tokens"]
+
+        prepared(1)  # starts the process that workers are forked from
+        measures = {
+            "bare tokenizer": lambda: bare_tokenizer(tokenizer, texts),
+            "1 worker": lambda: prepared(1),
+            "2 workers": lambda: prepared(2),
+        }
+        rates: dict[str, list[float]] = {name: [] for name in measures}
+        for _ in range(arguments.rounds):
+            for name, measure in measures.items():
+                began = time.perf_counter()
+                rates[name].append(measure() / (time.perf_counter() - began))
+        rows = {}
+        for name, base in (("1 worker", "bare tokenizer"), ("2 workers", "1 worker")):
+            middle, low, high = ratio(rates, name, base)
+            rows[f"{name} / {base}"] = {"ratio": middle, "quartiles": [low, high]}
+            print(f"{name} / {base}: {middle:.3f} [{low:.3f}, {high:.3f}]")
+        for name in rates:
+            print(f"{name}: {statistics.median(rates[name]):,.0f} tokens/s")
+
+        loader = iter(TrainingLoader(Mixture(str(folder / "set"), 2048, seed=0), 8, 0, 1))
+        for _ in range(1000):
+            next(loader)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        began = time.perf_counter()
+        for _ in tqdm(range(arguments.samples // 8), desc="loader", unit="batch"):
+            next(loader)
+        rate = arguments.samples // 8 * 8 * 2048 / (time.perf_counter() - began)
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        print(f"loader, 8 sequences of 2048: {rate:,.0f} tokens/s; {grown:.1f} MiB more after {arguments.samples:,}")
+    loaded = {"tokens_per_second": rate, "grown_mib": grown, "samples": arguments.samples}
+    return {"rows": rows, "tokens_per_second": rates, "loader": loaded}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -231,10 +305,18 @@ def main() -> int:
         else:
             command.add_argument("--rates", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75], help="drop rates")
             command.add_argument("--position", choices=("nape", "rope"), default="nape", help="positions")
+    command = commands.add_parser("data", help=data.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    command.add_argument("--tokenizer", help="folder or file; without it one is trained on the text")
+    command.add_argument("--vocab-size", type=int, default=32000, help="of the trained tokenizer")
+    command.add_argument("--megabytes", type=float, default=40, help="of text, the standard library over and over")
+    command.add_argument("--samples", type=int, default=1_000_000, help="that the loader reads")
+    command.add_argument("--rounds", type=int, default=5, help=" ")
+    command.add_argument("--output", type=Path, default=Path("outputs/benchmark_data.json"), help="result file")
+    command.set_defaults(run=data)
     arguments = parser.parse_args()
     if arguments.rounds < 2:
         parser.error("--rounds: quartiles need at least 2")
-    if arguments.dim % 128:
+    if getattr(arguments, "dim", 128) % 128:
         parser.error("--dim: must be a multiple of 128 (an even number of heads of 64)")
     if not all(0 <= rate < 1 for rate in getattr(arguments, "rates", [])):
         parser.error("--rates: must be in [0, 1)")

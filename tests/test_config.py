@@ -1,12 +1,11 @@
 """Configurations: every fault is found, named and listed at once; every key of ours has an effect."""
 
-import json
-
 import pytest
 
 from regdrop_titan.config import ConfigError, load_config, model_args
-from regdrop_titan.data.packed import write_packed
 from regdrop_titan.models import FAMILIES
+
+from .packed_sets import write_packed
 
 
 def faults(args=(), toml=None, tmp_path=None, **kwargs) -> list[str]:
@@ -205,9 +204,7 @@ def test_damaged_data(packed, tmp_path, damage, fault):
 def test_missing_small_and_foreign_data(packed, tmp_path):
     (found,) = faults(run_with(tmp_path / "nowhere"), inputs=True)
     assert "nowhere: no such folder" in found
-    tokenizer = tmp_path / "tokenizer.json"
-    tokenizer.write_text(json.dumps({}))
-    write_packed(tmp_path / "tiny", [[1, 2, 3]], tokenizer, 256, 0)
+    write_packed(tmp_path / "tiny", [[1, 2, 3]], 256)
     (found,) = faults(run_with(tmp_path / "tiny"), inputs=True)
     assert "4 tokens, but one sample of seq_len 32 needs 33" in found
     (found,) = faults(run_with(packed / "train", "--architecture.vocab_size", "100"), inputs=True)

@@ -10,6 +10,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
+from ..data.copying import VOCAB_SIZE, CopyingDataset
+from ..data.mixture import parse_mixture
+from ..data.packed import DataError
 from ..models.args import FAMILIES, DecoderArgs
 from ..platform import has_accelerator
 from .sections import JobConfig, model_args
@@ -28,7 +31,21 @@ def validate(config: JobConfig, world_size: int | None = None) -> list[str]:
     faults += [f"architecture.{fault}" for fault in model_faults]
     if not model_faults:
         faults += _parallel_faults(config, args, world_size)
-    return faults + _unsupported(config) + _combination_faults(config)
+    return faults + _copying_faults(config, args) + _unsupported(config) + _combination_faults(config)
+
+
+def _copying_faults(config: JobConfig, args: DecoderArgs) -> list[str]:
+    faults = []
+    lengths = tuple(config.training.copying_lengths)
+    for name, section in (("training", config.training), ("validation", config.validation)):
+        if section.dataset == "copying" and (name == "training" or config.validation.enable):
+            try:
+                CopyingDataset(section.seq_len, seed=0, lengths=lengths)
+            except DataError as error:
+                faults.append(f"training.copying_lengths = {list(lengths)}, {name}.seq_len: {error}")
+    if config.training.dataset == "copying" and args.vocab_size < VOCAB_SIZE:
+        faults.append(f"architecture.vocab_size = {args.vocab_size}: the copying task has {VOCAB_SIZE} tokens")
+    return faults
 
 
 def _range_faults(config: JobConfig) -> list[str]:
@@ -36,7 +53,7 @@ def _range_faults(config: JobConfig) -> list[str]:
     at_least_one = [
         "training.steps", "training.seq_len", "training.local_batch_size", "training.gc_freq",
         "metrics.log_freq", "checkpoint.interval", "validation.freq", "validation.seq_len",
-        "validation.local_batch_size", "parallelism.data_parallel_replicate_degree",
+        "validation.local_batch_size", "validation.context_documents", "parallelism.data_parallel_replicate_degree",
         "parallelism.tensor_parallel_degree", "parallelism.pipeline_parallel_degree",
         "parallelism.context_parallel_degree", "parallelism.pipeline_parallel_microbatch_size",
     ]  # fmt: skip
@@ -77,8 +94,16 @@ def _range_faults(config: JobConfig) -> list[str]:
     if wrong := set(config.compile.components) - {"model", "loss"}:
         faults.append(f"compile.components: unknown {', '.join(sorted(wrong))}; there are model, loss")
     for key in ("training.dataset", "validation.dataset"):
-        if value(key) != "packed" and value(key) not in DATASETS:
-            faults.append(f"{key} = {value(key)!r}: must be one of packed, {', '.join(DATASETS)}")
+        if value(key) not in ("packed", "copying", *DATASETS):
+            faults.append(f"{key} = {value(key)!r}: must be one of packed, copying, {', '.join(DATASETS)}")
+    if config.training.dataset == "packed" and config.training.dataset_path is not None:
+        try:
+            parse_mixture(config.training.dataset_path)
+        except DataError as error:
+            faults.append(f"training.dataset_path: {error}")
+    multiples = config.validation.context_multiples
+    if any(multiple < 1 for multiple in multiples) or len(set(multiples)) < len(multiples):
+        faults.append(f"validation.context_multiples = {multiples}: must be different integers of at least 1")
     if config.checkpoint.keep_latest_k == 1:
         faults.append("checkpoint.keep_latest_k = 1: must be 0 (keep all) or at least 2, one may be half written")
     if config.checkpoint.load_step < -1:
@@ -157,6 +182,11 @@ def _pipeline_faults(config: JobConfig, args: DecoderArgs) -> list[str]:
             faults.append(f"parallelism.pipeline_parallel_degree = {pp}: {error}")
     if args.tied_embeddings:
         faults.append("architecture.tied_embeddings = true: embedding and head lie on different pipeline stages")
+    if config.validation.context_multiples:
+        faults.append(
+            f"validation.context_multiples = {config.validation.context_multiples}: not under pipeline parallel, "
+            "whose buffers have one shape; use scripts/evaluate.py position-loss on a checkpoint"
+        )
     if config.validation.enable:
         if name == "ZBVZeroBubble":
             faults.append("validation.enable = true: torch's ZBVZeroBubble schedule has no working evaluation")
@@ -244,7 +274,20 @@ def _combination_faults(config: JobConfig) -> list[str]:
     if config.debug.seed not in (None, config.training.seed):
         faults.append(f"debug.seed = {config.debug.seed}: set training.seed instead (now {config.training.seed})")
     if config.validation.enable and config.validation.dataset != "packed" and config.validation.steps == -1:
-        faults.append("validation.steps = -1: a streamed validation set has no common end over ranks; set a number")
+        faults.append(
+            f"validation.steps = -1: {config.validation.dataset} has no end that is common to all ranks; set a number"
+        )
+    copying = {config.training.dataset, *([config.validation.dataset] if config.validation.enable else [])}
+    if "copying" in copying and copying != {"copying"}:
+        faults.append(
+            f"validation.dataset = {config.validation.dataset!r}: has other tokens than training.dataset = "
+            f"{config.training.dataset!r}; the copying task validates on copying"
+        )
+    if config.validation.context_multiples and config.training.dataset != "packed":
+        faults.append(
+            f"validation.context_multiples = {config.validation.context_multiples}: needs training.dataset = 'packed', "
+            f"got {config.training.dataset!r}"
+        )
     if config.training.dataset_source == "stdlib" and config.training.dataset != "packed":
         faults.append(f"training.dataset_source = 'stdlib': needs dataset = 'packed', got {config.training.dataset!r}")
     if config.training.dataset_source == "stdlib" and Path(config.training.dataset_path or "").name not in (

@@ -3,14 +3,18 @@
 import os
 from pathlib import Path
 
-from ..data.packed import DataError, PackedDataset, read_manifest
+import torchtitan.config as titan
+from torchtitan.hf_datasets.text_datasets import DATASETS
+
+from ..data.mixture import parse_mixture
+from ..data.packed import DataError, PackedDataset, PackedTokens, read_manifest
+from ..data.stdlib_corpus import SETS
+from ..data.tokenizers import same_tokenizer, tokenizer_hashes
 from ..models.args import FAMILIES, DecoderArgs
 from .sections import JobConfig, model_args
 
 
-def _packed_faults(key: str, path: str | None, seq_len: int, vocab_size: int) -> list[str]:
-    if path is None:
-        return [f"{key}: must name a packed set"]
+def _packed_faults(key: str, path: str, seq_len: int, vocab_size: int) -> list[str]:
     try:
         manifest = read_manifest(path)
         PackedDataset(path, seq_len, seed=0)
@@ -22,6 +26,57 @@ def _packed_faults(key: str, path: str | None, seq_len: int, vocab_size: int) ->
             f"{vocab_size}; set architecture.vocab_size"
         ]
     return []
+
+
+def _context_faults(path: str, config: JobConfig) -> list[str]:
+    longest = max(config.validation.context_multiples) * config.training.seq_len
+    if next(PackedTokens(path).documents(longest + 1), None) is not None:
+        return []
+    return [
+        f"validation.context_multiples = {config.validation.context_multiples}: no document of {path} has the "
+        f"{longest + 1} tokens that the longest needs; name a set with long documents by "
+        "validation.context_dataset_path"
+    ]
+
+
+def _all_packed_faults(config: JobConfig, args: DecoderArgs, to_be_built: set[Path]) -> list[str]:
+    """Packed sets that cannot be used, alone or together."""
+    training, validation = config.training, config.validation
+    faults: list[str] = []
+    wanted: list[tuple[str, str, int]] = []  # key, path, seq_len
+    if training.dataset == "packed":
+        try:
+            sources = parse_mixture(training.dataset_path or "")
+        except DataError:  # the checks say so
+            sources = []
+        wanted += [("training.dataset_path", path, training.seq_len) for path, _ in sources]
+    if validation.enable and validation.dataset == "packed":
+        wanted.append(("validation.dataset_path", validation.dataset_path or "", validation.seq_len))
+    contexts = validation.enable and validation.context_multiples and training.dataset == "packed"
+    if contexts and validation.context_dataset_path:
+        wanted.append(("validation.context_dataset_path", validation.context_dataset_path, training.seq_len))
+    usable = {}
+    for key, path, seq_len in wanted:
+        if not path:
+            faults.append(f"{key}: must name a packed set")
+        elif Path(path).exists() or Path(path) not in to_be_built:
+            found = _packed_faults(key, path, seq_len, args.vocab_size)
+            faults += found
+            if not found:
+                usable[path] = read_manifest(path)
+    if usable:
+        faults += [f"training and validation data: {difference}" for difference in same_tokenizer(usable)]
+        folder, (path, manifest) = config.model.hf_assets_path, next(iter(usable.items()))
+        given = folder != titan.Model().hf_assets_path and Path(folder).is_dir()
+        if given and manifest["tokenizer"]["sha256"] not in tokenizer_hashes(folder):
+            faults.append(
+                f"model.hf_assets_path = {folder!r}: has another tokenizer than {path}, which was tokenized by "
+                f"{manifest['tokenizer']['name']}"
+            )
+    context_path = validation.context_dataset_path or validation.dataset_path
+    if contexts and context_path in usable:
+        faults += _context_faults(context_path, config)
+    return faults
 
 
 def _tokenizer_faults(config: JobConfig, args: DecoderArgs) -> list[str]:
@@ -57,19 +112,13 @@ def input_faults(config: JobConfig) -> list[str]:
     args = model_args(config)
     to_be_built = set()
     if config.training.dataset_source == "stdlib":
-        from .data.stdlib_corpus import SETS
-
         to_be_built = {Path(config.training.dataset_path or "").parent / name for name in SETS}
-    sets = [("training.dataset_path", config.training)]
-    if config.validation.enable:
-        sets.append(("validation.dataset_path", config.validation))
-    for key, section in sets:
+    faults += _all_packed_faults(config, args, to_be_built)
+    sections = [("training", config.training)] + ([("validation", config.validation)] * config.validation.enable)
+    for name, section in sections:
         path = section.dataset_path
-        missing = path is None or not Path(path).exists()
-        if section.dataset == "packed" and not (missing and Path(path or "") in to_be_built):
-            faults += _packed_faults(key, path, section.seq_len, args.vocab_size)
-        elif section.dataset != "packed" and path is not None and missing:
-            faults.append(f"{key} = {path!r}: no such file or folder")
-    if any(section.dataset != "packed" for _, section in sets):
+        if section.dataset in DATASETS and path is not None and not Path(path).exists():
+            faults.append(f"{name}.dataset_path = {path!r}: no such file or folder")
+    if any(section.dataset in DATASETS for _, section in sections):
         faults += _tokenizer_faults(config, args)
     return faults

@@ -135,7 +135,13 @@ class LayerDropout:
 @dataclass
 class Training(titan.Training):
     dataset: str = "packed"
-    """packed, or one of TorchTitan's names (c4, c4_test, c4_validation)."""
+    """packed, copying (synthetic; docs/copying.md), or one of TorchTitan's names (c4, c4_test, c4_validation)."""
+
+    dataset_path: str | None = None
+    """Of packed: the folder of a packed set, or a mixture of several, "a:0.7,b:0.3", by shares of the samples."""
+
+    copying_lengths: list[int] = field(default_factory=lambda: [50, 100])
+    """Of copying: the shortest and the longest source string, in characters, at least 1."""
 
     dataset_source: Literal["prepared", "stdlib"] = "prepared"
     """prepared: dataset_path holds a packed set. stdlib: the folder above it is built on first use, with the
@@ -148,13 +154,23 @@ class Training(titan.Training):
 @dataclass
 class Validation(titan.Validation):
     dataset: str = "packed"
-    """packed, or one of TorchTitan's names."""
+    """packed, copying (strings that training never sees), or one of TorchTitan's names."""
 
     local_batch_size: int = 0
     """Sequences a rank and batch. 0: training.local_batch_size."""
 
     seq_len: int = 0
     """Tokens a sequence. 0: training.seq_len."""
+
+    context_multiples: list[int] = field(default_factory=list)
+    """Log the loss at these multiples m of the training context C, as validation/loss_2x for m = 2: the mean over
+    the positions (m-1)C ... mC-1 of long documents (LG fig. 1). Empty: none. Not under pipeline parallel."""
+
+    context_dataset_path: str | None = None
+    """Packed set with documents of at least max(context_multiples) C + 1 tokens. Absent: validation.dataset_path."""
+
+    context_documents: int = 16
+    """Number of long documents that are read, at least 1: the first ones that are long enough."""
 
 
 @dataclass

@@ -2,10 +2,12 @@
 
 A packed set is a folder:
 
-    manifest.json           format, dtype, vocabulary, end-of-text id, tokenizer file and hash, shards and counts
+    manifest.json           format, dtype, vocabulary, end-of-text id, tokenizer, sources, shards, counts and hashes
     shard-00000.tokens      the documents' tokens one after another, each closed by end-of-text (uint16 or uint32)
     shard-00000.documents   where each document ends in the shard, int64
-    tokenizer.json          the tokenizer that wrote it
+    tokenizer.json          the tokenizer that wrote it (or tokenizer.model; none for bytes)
+
+`preparation` writes it.
 
 Sample `i` of an epoch is window `permutation(i)` of the stream: `seq_len` inputs and, shifted by one, as many
 labels. The permutation is a keyed bijection computed per index (a Feistel network), so any sample of any epoch is
@@ -15,18 +17,19 @@ accumulation step and row then pick from that order, so every world size sees th
 
 import hashlib
 import json
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from ..seeds import derive_seed
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+_KEYS = ("dtype", "vocab_size", "eos_id", "tokens", "documents", "tokenizer", "shards")
 
 
 class DataError(Exception):
@@ -74,6 +77,8 @@ def read_manifest(path: str | Path) -> dict:
         raise DataError(f"{file}: unreadable: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DataError(f"{file}: not a packed-set manifest of format {FORMAT}")
+    if missing := [key for key in _KEYS if key not in manifest]:
+        raise DataError(f"{file}: lacks {', '.join(missing)}")
     itemsize = np.dtype(manifest["dtype"]).itemsize
     for shard in manifest["shards"]:
         for name, size in (
@@ -87,42 +92,86 @@ def read_manifest(path: str | Path) -> dict:
     return manifest
 
 
+def verify(path: str | Path) -> dict:
+    """The manifest of the packed set at `path`, once every shard has the hash that was taken when it was written.
+
+    Raises DataError listing every file that is missing, truncated or altered.
+    """
+    manifest = read_manifest(path)
+    files = [
+        (Path(path) / shard[file], shard[digest])
+        for shard in manifest["shards"]
+        for file, digest in (("file", "sha256"), ("documents_file", "documents_sha256"))
+    ]
+    altered = []
+    with tqdm(total=sum(f.stat().st_size for f, _ in files), desc="verify", unit="B", unit_scale=True) as bar:
+        for file, expected in files:
+            digest = hashlib.sha256()
+            with open(file, "rb") as stream:
+                while data := stream.read(1 << 24):
+                    digest.update(data)
+                    bar.update(len(data))
+            if digest.hexdigest() != expected:
+                altered.append(f"{file}: altered, its sha256 is not the one in {MANIFEST}")
+    if altered:
+        raise DataError("\n".join(altered))
+    return manifest
+
+
 class PackedTokens:
     """The token stream of a packed set, memory-mapped, addressed by global token index."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.manifest = read_manifest(path)
-        self.shards = [
-            np.memmap(self.path / shard["file"], dtype=self.manifest["dtype"], mode="r")
-            for shard in self.manifest["shards"]
-            if shard["tokens"]
-        ]
-        self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])
+        self.shards = [shard for shard in self.manifest["shards"] if shard["tokens"]]
+        self.starts = np.cumsum([0] + [shard["tokens"] for shard in self.shards])
+        self.mapped: dict[int, torch.Tensor] = {}  # on first use: a large set has thousands of shards
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
+    def shard(self, index: int) -> torch.Tensor:
+        """The tokens of one shard. Mapped by torch, which keeps no file open: numpy would keep one a shard."""
+        if index not in self.mapped:
+            shard = self.shards[index]
+            self.mapped[index] = torch.from_file(
+                str(self.path / shard["file"]),
+                shared=False,
+                size=shard["tokens"],
+                dtype=getattr(torch, self.manifest["dtype"]),
+            )
+        return self.mapped[index]
+
     def slice(self, start: int, stop: int) -> torch.Tensor:
-        """Tokens start ... stop-1, int64, across shard borders."""
+        """Tokens start ... stop-1, int64, across shard borders.
+
+        Raises DataError for a token outside of the vocabulary: the shard was altered, and a GPU would only say so
+        by a failed assertion.
+        """
         parts = []
         index = int(np.searchsorted(self.starts, start, side="right")) - 1
-        while start < stop:
-            shard_start = int(self.starts[index])
-            part = self.shards[index][start - shard_start : stop - shard_start]
-            parts.append(part)
-            start += len(part)
+        at = start
+        while at < stop:
+            inside = at - int(self.starts[index])
+            parts.append(self.shard(index)[inside : inside + stop - at].to(torch.int64))
+            at += len(parts[-1])
             index += 1
-        return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+        tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if int(tokens.max()) >= self.manifest["vocab_size"]:
+            raise DataError(
+                f"{self.path}: token {int(tokens.max())} between tokens {start:,} and {stop:,}, its vocabulary has "
+                f"{self.manifest['vocab_size']}; check it: python scripts/prepare_data.py --verify {self.path}"
+            )
+        return tokens
 
     @cached_property
     def document_ends(self) -> np.ndarray:
         """Global index one past each document's last token, int64."""
-        shards = [shard for shard in self.manifest["shards"] if shard["tokens"]]
         return np.concatenate(
             [
                 np.fromfile(self.path / shard["documents_file"], dtype=np.int64) + start
-                for shard, start in zip(shards, self.starts, strict=False)
+                for shard, start in zip(self.shards, self.starts, strict=False)
             ]
         )
 
@@ -171,54 +220,3 @@ class PackedDataset:
         start = window * self.seq_len
         tokens = self.tokens.slice(start, start + self.seq_len + 1)
         return {"input": tokens[:-1], "labels": tokens[1:]}
-
-
-def write_packed(
-    path: str | Path, documents: Iterable[list[int]], tokenizer_file: Path, vocab_size: int, eos_id: int
-) -> dict:
-    """Write a packed set of one shard; the folder appears only when it is whole. Returns the manifest.
-
-    Raises DataError when `documents` is empty: a run on it could not take a step.
-    """
-    folder = Path(path)
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    dtype = np.dtype("uint16" if vocab_size <= 2**16 else "uint32")
-    ends, total = [], 0
-    digest = hashlib.sha256()
-    with open(partial / "shard-00000.tokens", "wb") as out:
-        for document in documents:
-            data = np.asarray([*document, eos_id], dtype=dtype).tobytes()
-            out.write(data)
-            digest.update(data)
-            total += len(document) + 1
-            ends.append(total)
-    if not ends:
-        raise DataError(f"{folder}: no documents to write")
-    np.asarray(ends, dtype=np.int64).tofile(partial / "shard-00000.documents")
-    shutil.copyfile(tokenizer_file, partial / "tokenizer.json")
-    manifest = {
-        "format": FORMAT,
-        "dtype": dtype.name,
-        "vocab_size": vocab_size,
-        "eos_id": eos_id,
-        "tokens": total,
-        "documents": len(ends),
-        "tokenizer": {
-            "file": "tokenizer.json",
-            "sha256": hashlib.sha256(tokenizer_file.read_bytes()).hexdigest(),
-        },
-        "shards": [
-            {
-                "file": "shard-00000.tokens",
-                "tokens": total,
-                "documents_file": "shard-00000.documents",
-                "documents": len(ends),
-                "sha256": digest.hexdigest(),
-            }
-        ],
-    }
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    partial.rename(folder)
-    return manifest

@@ -8,16 +8,17 @@ import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
 from regdrop_titan.data import DataError, PackedDataset
-from regdrop_titan.data.loader import PackedLoader, PackedValidationLoader
-from regdrop_titan.data.packed import PackedTokens, Permutation, write_packed
+from regdrop_titan.data.loader import TrainingLoader, ValidationLoader
+from regdrop_titan.data.mixture import Mixture
+from regdrop_titan.data.packed import PackedTokens, Permutation, verify
+
+from ..packed_sets import write_packed
 
 
 @pytest.fixture
 def counting(tmp_path):
     """A set whose token i is i, in documents of 7 tokens: 140 tokens with end-of-text at 6, 13, ..."""
-    tokenizer = tmp_path / "tokenizer.json"
-    tokenizer.write_text("{}")
-    write_packed(tmp_path / "set", [list(range(i, i + 6)) for i in range(0, 140, 7)], tokenizer, 1000, eos_id=999)
+    write_packed(tmp_path / "set", [list(range(i, i + 6)) for i in range(0, 140, 7)], 1000, eos_id=999)
     return tmp_path / "set"
 
 
@@ -86,31 +87,44 @@ def test_epochs_and_seeds_reshuffle(counting):
 
 
 def global_batches(path, world_size, local, n_steps, start=0, accumulate=1):
-    """The global batch of each step as all ranks together see it, in order of rows."""
-    loaders = [PackedLoader(PackedDataset(path, 10, seed=0), local, rank, world_size) for rank in range(world_size)]
+    """The global batch of each step as all ranks together see it, in order of rows, and the loaders' state."""
+    loaders = [TrainingLoader(Mixture(path, 10, seed=0), local, rank, world_size) for rank in range(world_size)]
     for loader in loaders:
         loader.load_state_dict({"samples_consumed": start})
     iterators = [iter(loader) for loader in loaders]
     steps = []
     for _ in range(n_steps):
-        rows = [row for _ in range(accumulate) for it in iterators for row in next(it)[0]["input"].tolist()]
-        steps.append(rows)
-    return steps, loaders[0].state_dict()
+        rows = [next(iterator)[0]["input"].tolist() for _ in range(accumulate) for iterator in iterators]
+        steps.append([row for batch in rows for row in batch])
+    states = [loader.state_dict() for loader in loaders]
+    assert all(state == states[0] for state in states)
+    return steps, states[0]
 
 
-def test_every_world_size_sees_the_same_global_batches(counting):
-    """Over an epoch's end too: 13 samples an epoch, 10 steps of 4."""
-    reference, state = global_batches(counting, 1, 4, 10)
+LAYOUTS = [(world, 8 // world // accumulate, accumulate) for world in (1, 2, 4) for accumulate in (1, 2, 4)
+           if world * accumulate <= 8]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "local", "accumulate"), LAYOUTS)
+def test_every_layout_sees_the_same_global_batches(counting, world, local, accumulate):
+    """Over an epoch's end too, at every step of a stop: 13 samples an epoch, 5 steps of 8, resumed elsewhere."""
+    reference, state = global_batches(str(counting), 1, 8, 5)
     assert state == {"samples_consumed": 40}
-    for world_size, local, accumulate in [(2, 2, 1), (4, 1, 1), (1, 1, 4), (2, 1, 2)]:
-        assert global_batches(counting, world_size, local, 10, accumulate=accumulate)[0] == reference
-    # stopped after 3 steps of one process, resumed by four
-    rest, state = global_batches(counting, 4, 1, 7, start=12)
-    assert rest == reference[3:] and state == {"samples_consumed": 40}
+    assert global_batches(str(counting), world, local, 5, accumulate=accumulate)[0] == reference
+    for stopped in range(6):
+        first, state = global_batches(str(counting), world, local, stopped, accumulate=accumulate)
+        assert state == {"samples_consumed": 8 * stopped}
+        for other_world, other_local, other_accumulate in LAYOUTS[::3]:
+            rest, _ = global_batches(
+                str(counting), other_world, other_local, 5 - stopped, 8 * stopped, other_accumulate
+            )
+            assert first + rest == reference
+    flat = [tuple(row) for step in reference for row in step]
+    assert len(set(flat[:13])) == len(set(flat[13:26])) == 13 and flat[:13] != flat[13:26]
 
 
 def test_the_state_of_a_loader_is_a_number(counting):
-    loader = PackedLoader(PackedDataset(counting, 10, seed=0), 2, 0, 2)
+    loader = TrainingLoader(Mixture(str(counting), 10, seed=0), 2, 0, 2)
     iterator = iter(loader)
     first = next(iterator)[1]
     assert loader.state_dict() == {"samples_consumed": 4}
@@ -121,7 +135,8 @@ def test_the_state_of_a_loader_is_a_number(counting):
 
 def test_validation_batches_are_the_same_and_equal_in_number(counting):
     """13 samples over 2 ranks of 2: 4 batches each, the 3 rows past the end without labels."""
-    loaders = [PackedValidationLoader(PackedDataset(counting, 10, seed=0, shuffle=False), 2, r, 2) for r in (0, 1)]
+    dataset = PackedDataset(counting, 10, seed=0, shuffle=False)
+    loaders = [ValidationLoader(dataset, 13, 2, rank, 2) for rank in (0, 1)]
     rounds = [[list(loader) for loader in loaders] for _ in range(2)]
     assert [len(batches) for batches in rounds[0]] == [4, 4]
     labels = torch.cat([labels for batches in rounds[0] for _, labels in batches])
@@ -129,22 +144,68 @@ def test_validation_batches_are_the_same_and_equal_in_number(counting):
     assert sorted(labels[(labels != IGNORE_INDEX).all(1)][:, 0].tolist()) == sorted(stream(counting)[1:131:10].tolist())
     for (a, _), (b, _) in zip(rounds[0][0], rounds[1][0], strict=True):
         assert torch.equal(a["input"], b["input"])
-    assert len(list(PackedValidationLoader(PackedDataset(counting, 10, seed=0), 2, 0, 2, steps=3))) == 3
-
-
-def test_an_empty_corpus_is_refused(tmp_path):
-    tokenizer = tmp_path / "tokenizer.json"
-    tokenizer.write_text("{}")
-    with pytest.raises(DataError, match="no documents"):
-        write_packed(tmp_path / "empty", [], tokenizer, 10, 0)
-    assert not (tmp_path / "empty").exists()
+    assert len(list(ValidationLoader(dataset, 12, 2, 0, 2))) == 3
 
 
 def test_a_large_vocabulary_takes_32_bits(tmp_path):
-    tokenizer = tmp_path / "tokenizer.json"
-    tokenizer.write_text("{}")
-    write_packed(tmp_path / "set", [[128255] * 5], tokenizer, 128256, 0)
+    write_packed(tmp_path / "set", [[128255] * 5], 128256)
     assert PackedDataset(tmp_path / "set", 4, seed=0)[0]["input"].tolist() == [128255] * 4
+
+
+def test_verify_finds_every_altered_file(counting):
+    assert verify(counting)["tokens"] == 140
+    for name in ("shard-00000.tokens", "shard-00000.documents"):
+        data = bytearray((counting / name).read_bytes())
+        data[20] ^= 1
+        (counting / name).write_bytes(data)
+    with pytest.raises(DataError) as error:
+        verify(counting)
+    assert str(error.value).count("altered") == 2
+
+
+def test_a_token_outside_of_the_vocabulary_is_named(counting):
+    data = np.fromfile(counting / "shard-00000.tokens", dtype="uint16")
+    data[25] = 60000
+    data.tofile(counting / "shard-00000.tokens")
+    dataset = PackedDataset(counting, 10, seed=0, shuffle=False)
+    dataset[1]
+    with pytest.raises(DataError, match=r"token 60000 between tokens 20 and 31.*vocabulary has 1000.*--verify"):
+        dataset[2]
+
+
+def test_two_trillion_tokens_open_at_once(tmp_path):
+    """A sparse set of 500 shards: resuming at sample 10^9 takes under a second, the state under 1 KB, and no file
+    stays open."""
+    import os
+    import time
+
+    size = 4 * 10**9
+    shards = []
+    for i in range(500):
+        name = f"shard-{i:05}.tokens"
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(4 * size)
+        (tmp_path / f"shard-{i:05}.documents").touch()
+        shards.append({"file": name, "tokens": size, "documents_file": f"shard-{i:05}.documents", "documents": 0})
+    manifest = {"format": 1, "dtype": "uint32", "vocab_size": 128256, "eos_id": 0, "tokens": 500 * size,
+                "documents": 0, "tokenizer": {}, "shards": shards}  # fmt: skip
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    for shard, value in ((0, 1), (499, 2)):
+        with open(tmp_path / f"shard-{shard:05}.tokens", "r+b") as file:
+            file.write(np.full(2049, value, dtype="uint32").tobytes())
+    open_files = len(os.listdir("/proc/self/fd"))
+    began = time.perf_counter()
+    loader = TrainingLoader(Mixture(str(tmp_path), 2048, seed=0), 8, 0, 8)
+    loader.load_state_dict({"samples_consumed": 10**9})
+    batch, _ = next(iter(loader))
+    assert time.perf_counter() - began < 1
+    assert batch["input"].shape == (8, 2048) and len(json.dumps(loader.state_dict())) < 1024
+    for i in range(20):
+        loader.samples[i]
+    assert len(os.listdir("/proc/self/fd")) <= open_files
+    tokens = PackedTokens(tmp_path)
+    assert tokens.slice(0, 2048).tolist() == [1] * 2048
+    assert tokens.slice(499 * size - 1, 499 * size + 2048).tolist() == [0] + [2] * 2048
 
 
 def test_stdlib_corpus(tmp_path):

@@ -1,8 +1,8 @@
 """Runs training cases one after another in one set of ranks; started by `harness.run_cases` under torchrun.
 
 A case is `{"args": [...], "check_init": bool, "masks": file or null,
-"other_masks": bool}`. Its results lie in its dump folder; with
-"masks" each rank appends the hash of every dropout mask it draws to `file.RANK`.
+"batches": file or null, "other_masks": bool}`. Its results lie in its dump folder; with
+"masks" each rank appends the hash of every dropout mask it draws to `file.RANK`, with "batches" every micro-batch.
 """
 
 import hashlib
@@ -48,6 +48,19 @@ def log_masks(trainer: Trainer, path: str) -> None:
     dropout._draw_keep = draw
 
 
+def log_batches(trainer: Trainer, path: str) -> None:
+    step = trainer.forward_backward_step
+
+    def logged(*, input_dict, **kwargs):
+        loss = step(input_dict=input_dict, **kwargs)
+        with open(f"{path}.{os.environ['RANK']}", "a") as file:
+            rows = input_dict["input"].tolist()
+            file.write(json.dumps([trainer.step, trainer.micro_batch, trainer.dp_rank, rows]) + "\n")
+        return loss
+
+    trainer.forward_backward_step = logged
+
+
 def main() -> None:
     logging.getLogger().setLevel(logging.ERROR)
     world_size = int(os.environ["WORLD_SIZE"])
@@ -58,6 +71,8 @@ def main() -> None:
             check_initial_weights(trainer)
         if case.get("masks"):
             log_masks(trainer, case["masks"])
+        if case.get("batches"):
+            log_batches(trainer, case["batches"])
         if case.get("other_masks") and os.environ["RANK"] == "1":
             sys.modules["regdrop_titan.trainer"].keep_mask = lambda *a, **k: ~layer_dropout.keep_mask(*a, **k)
         trainer.train()
