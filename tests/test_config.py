@@ -319,3 +319,69 @@ def test_flavors_are_fresh():
     flavors["debug"].p = 0.9
     assert flavors["debug"].p == 0.0
     assert set(flavors) == set(FAMILIES["nape_llama3"]) and len(flavors) == len(FAMILIES["nape_llama3"])
+
+
+# Data ---------------------------------------------------------------------------------------------------------
+
+COPYING = ["--training.dataset", "copying", "--training.seq_len", "305"]
+
+
+@pytest.mark.parametrize(
+    ("args", "fault"),
+    [
+        (["--training.dataset_path", "a:0.7,b"], "training.dataset_path: mixture 'a:0.7,b': 'b' must be PATH:WEIGHT"),
+        (["--training.dataset", "pile"], "training.dataset = 'pile': must be one of packed, copying, c4"),
+        ([*COPYING, "--training.copying_lengths", "9", "5"], "training.copying_lengths = [9, 5], training.seq_len: "),
+        ([*COPYING, "--training.seq_len", "304"], "seq_len must be at least 305"),
+        ([*COPYING, "--architecture.vocab_size", "28"], "architecture.vocab_size = 28: the copying task has 30 tokens"),
+        ([*COPYING, "--validation.enable", "--validation.steps", "1"], "validation.dataset = 'packed': has other"),
+        ([*COPYING, "--validation.enable", "--validation.dataset", "copying", "--validation.steps", "-1"],
+         "validation.steps = -1: copying has no end"),
+        ([*COPYING, "--validation.context_multiples", "2"], "needs training.dataset = 'packed', got 'copying'"),
+        (["--validation.context_multiples", "2", "2"], "validation.context_multiples = [2, 2]: must be different"),
+        (["--validation.context_multiples", "0"], "validation.context_multiples = [0]: must be different integers of"),
+        (["--validation.context_documents", "0"], "validation.context_documents = 0: must be at least 1"),
+        (["--validation.enable", "--validation.context_multiples", "2", "--parallelism.pipeline_parallel_degree", "2"],
+         "validation.context_multiples = [2]: not under pipeline parallel"),
+    ],
+)  # fmt: skip
+def test_data_faults(args, fault):
+    assert any(fault in found for found in faults(args))
+
+
+def test_copying_runs_are_accepted():
+    config = load_config([*COPYING, "--training.copying_lengths", "5", "10", "--validation.enable",
+                          "--validation.dataset", "copying", "--validation.steps", "2"])  # fmt: skip
+    assert config.training.copying_lengths == [5, 10]
+
+
+def test_sets_that_do_not_fit_together(packed, tmp_path):
+    """A mixture, validation and model.hf_assets_path must all have the tokenizer of the training data."""
+    train = str(packed / "train")
+    write_packed(tmp_path / "other", [[1, 2, 3] * 30], 256, tokenizer="another")
+    load_config(run_with(f"{train}:0.5,{packed / 'validation'}:0.5"), inputs=True)
+    for args in (
+        run_with(f"{train}:0.5,{tmp_path / 'other'}:0.5"),
+        run_with(train, "--validation.enable", "--validation.dataset_path", str(tmp_path / "other")),
+    ):
+        (found,) = faults(args, inputs=True)
+        assert "other was tokenized by another" in found and "train by stand-in" in found
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (found,) = faults(run_with(train, "--model.hf_assets_path", str(tmp_path)), inputs=True)
+    assert "has another tokenizer than" in found and "tokenized by stand-in" in found
+    (tmp_path / "tokenizer.json").write_text("stand-in")  # whose hash the sets have
+    load_config(run_with(train, "--model.hf_assets_path", str(tmp_path)), inputs=True)
+    (found,) = faults(run_with(f"{train}:0.5,{tmp_path / 'nowhere'}:0.5"), inputs=True)
+    assert "training.dataset_path: " in found and "nowhere: no such folder" in found
+
+
+def test_documents_for_long_context_validation(packed):
+    """Documents of 101 tokens: long enough for 3 contexts of 32, not for 4."""
+    args = run_with(packed / "train", "--validation.enable", "--validation.dataset_path", str(packed / "validation"))
+    load_config([*args, "--validation.context_multiples", "1", "3"], inputs=True)
+    (found,) = faults([*args, "--validation.context_multiples", "4"], inputs=True)
+    assert "no document of" in found and "129 tokens" in found and "validation.context_dataset_path" in found
+    (found,) = faults(
+        [*args, "--validation.context_multiples", "2", "--validation.context_dataset_path", "nowhere"], inputs=True
+    )
+    assert "validation.context_dataset_path: nowhere: no such folder" in found

@@ -170,7 +170,7 @@ def documents(block: Block, recipe: Recipe) -> Iterator[tuple[int, str | BadReco
 class Tokenized:
     """The documents of one block. Runs are its documents and parts of one: the last may go on in the next block."""
 
-    tokens: np.ndarray  # (n,)
+    tokens: np.ndarray  # (n,) of the set's dtype
     lengths: np.ndarray  # (runs,), with end-of-text where the run ends its document
     is_end: np.ndarray  # (runs,) bool
     held_out: np.ndarray  # (runs,) int8: 1 validation, 0 training, -1 as the document that the block before left open
@@ -199,7 +199,7 @@ def start_worker(recipe: Recipe) -> None:
 
 def _is_held_out(text: str, share: float) -> bool:
     """By a hash of the beginning, so that copies of a document fall on one side."""
-    return derive_seed("validation document", text[:4096]) < share * 2**63
+    return share > 0 and derive_seed("validation document", text[:4096]) < share * 2**63
 
 
 def tokenize(blocks: list[Block]) -> list[Tokenized]:
@@ -208,16 +208,18 @@ def tokenize(blocks: list[Block]) -> list[Tokenized]:
 
 
 def _tokenize_block(block: Block, recipe: Recipe, tokenizer: Tokenizer) -> Tokenized:
-    runs: list[np.ndarray] = []
+    parts: list[np.ndarray] = [np.zeros(0, tokenizer.dtype)]
+    lengths: list[int] = []
     is_end: list[bool] = []
     held_out: list[int] = []
     bad: list[tuple[int, str]] = []
     filtered = 0
-    eos = np.asarray([tokenizer.eos_id], dtype=np.uint32)
+    eos = np.asarray([tokenizer.eos_id], dtype=tokenizer.dtype)
 
     def add(text: str, first: bool, last: bool) -> None:
         ids = tokenizer.encode(text)
-        runs.append(np.concatenate([ids, eos]) if last else ids)
+        parts.extend((ids, eos) if last else (ids,))
+        lengths.append(len(ids) + last)
         is_end.append(last)
         if first:
             held_out.append(int(_is_held_out(text, recipe.validation_share)))
@@ -236,8 +238,8 @@ def _tokenize_block(block: Block, recipe: Recipe, tokenizer: Tokenizer) -> Token
             else:
                 add(text, True, True)
     return Tokenized(
-        np.concatenate(runs) if runs else np.zeros(0, np.uint32),
-        np.asarray([len(run) for run in runs], dtype=np.int64),
+        np.concatenate(parts, dtype=tokenizer.dtype, casting="unsafe"),
+        np.asarray(lengths, dtype=np.int64),
         np.asarray(is_end, dtype=bool),
         np.asarray(held_out, dtype=np.int8),
         bad,

@@ -1,6 +1,6 @@
 """What preparation reads: JSONL (plain, gz, zst), Parquet, plain text, and data sets of the Hugging Face hub.
 
-A file is read as a sequence of blocks of about a megabyte that workers turn into records: whole lines, batches of
+A file is read as a sequence of blocks of about half a megabyte that workers turn into records: whole lines, batches of
 rows, or pieces of text. Nothing here holds more than one block, or one record where that is longer. Every block says
 how many units (lines, rows, pieces) it holds, so that a stopped preparation goes on behind the last one.
 """
@@ -23,7 +23,7 @@ from torchtitan.tools.logging import logger
 from .packed import DataError
 from .tokenizers import PIECE, pieces
 
-BLOCK = 1 << 20  # bytes
+BLOCK = 1 << 19  # bytes
 LONGEST_RECORD = 1 << 30  # bytes of a JSON line
 ROWS = 16  # of a Parquet batch: few, since each may be a long document
 RETRIES = 5  # of a remote file that fails

@@ -83,6 +83,11 @@ class Tokenizer:
         return f"{self.kind}:{self.file.resolve().parent.name}" if self.file else self.kind
 
     @property
+    def dtype(self) -> np.dtype:
+        """The smallest that packed sets have for this vocabulary."""
+        return np.dtype("uint16" if self.vocab_size <= 2**16 else "uint32")
+
+    @property
     def sha256(self) -> str:
         """Of the tokenizer's file: two sets with the same hash have the same tokens."""
         return hashlib.sha256(self.file.read_bytes() if self.file else self.kind.encode()).hexdigest()

@@ -63,7 +63,7 @@ class ShardWriter:
             closing = int(np.searchsorted(ends, self.shard_tokens - self.tokens))
             cut = int(ends[closing]) if closing < len(ends) else len(tokens)
             inside = ends[: closing + 1]
-            self._write(0, tokens[:cut].astype(self.dtype).tobytes())
+            self._write(0, tokens[:cut].astype(self.dtype, copy=False).tobytes())
             self._write(1, (inside + self.tokens).astype(np.int64).tobytes())
             self.tokens += cut
             self.documents += len(inside)

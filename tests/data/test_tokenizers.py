@@ -196,7 +196,7 @@ def test_faults(tmp_path, folder):
         load_tokenizer(tmp_path)
     with pytest.raises(DataError, match="must be above 256"):
         train_tokenizer(["ab ab"], 256)
-    with pytest.raises(DataError, match="the text only gives 258 tokens"):
+    with pytest.raises(DataError, match="the text only gives 259 tokens"):
         train_tokenizer(["ab ab"], 5000)
 
 
