@@ -99,6 +99,9 @@ def main(args: Sequence[str]) -> int:
     except Signalled as stopped:
         print(stopped, file=sys.stderr)
         return 75
+    except KeyboardInterrupt:  # before the first block, or a second one
+        print("stopped; what was committed is safe, the same command goes on from there", file=sys.stderr)
+        return 75
     except PreparationStopped as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

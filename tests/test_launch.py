@@ -7,7 +7,11 @@ import sys
 
 import pytest
 
+from regdrop_titan.checkpoints import load_model
+from regdrop_titan.evaluation.copying import evaluate_copying
+
 from .distributed.harness import BASE, ROOT, environment, torchrun
+from .packed_sets import write_packed
 
 
 def python(*command, **kwargs):
@@ -90,6 +94,36 @@ def test_what_a_run_leaves(run):
     assert "Training starts at step 5" in second.stdout
     assert "6 of 6 steps (100 %)" in second.stdout
     assert first.stdout.count("Training starts at step 1") == 1  # one rank logs
+
+
+def test_data_of_another_tokenizer_are_not_evaluated(run, tmp_path, packed):
+    write_packed(tmp_path / "other", [[1, 2, 3] * 30], 256, tokenizer="another")
+    command = ["scripts/evaluate.py", "position-loss", "--checkpoint", str(run[0] / "checkpoint"), "--multiple", "2",
+               "--output", str(tmp_path / "results"), "--data"]  # fmt: skip
+    done = python(*command, str(tmp_path / "other"))
+    assert done.returncode == 2
+    assert "was tokenized by another, the model was trained on tokens of stand-in" in done.stderr
+    assert python(*command, str(packed / "validation")).returncode == 0
+
+
+def test_copying_from_training_to_scores(toml, tmp_path):
+    """The scores of the script are those of the checkpoint's model; a run on other data is refused (see above)."""
+    out = tmp_path / "out"
+    done = python(
+        "train.py", "--job.config_file", str(toml), "--job.dump_folder", str(out), "--training.steps", "2",
+        "--training.dataset", "copying", "--training.copying_lengths", "2", "5", "--checkpoint.enable",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    command = ["scripts/evaluate.py", "copying", "--checkpoint", str(out / "checkpoint"), "--lengths", "3", "2"]
+    done = python(*command, "--samples", "20")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((out / "evaluation/copying.json").read_text())
+    assert summary["train_lengths"] == [2, 5] and [score["length"] for score in summary["scores"]] == [2, 3]
+    expected = evaluate_copying(load_model(out / "checkpoint"), 3, 20)
+    assert summary["scores"][1]["cla"] == pytest.approx(expected.cla)
+    assert (out / "evaluation/copying.png").read_bytes().startswith(b"\x89PNG")
+    done = python(*command, "--samples", "0")
+    assert done.returncode == 2 and "--samples 0: must be at least 1" in done.stderr
 
 
 def test_a_new_run_in_an_old_folder_loses_no_log(tmp_path):
