@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torchtitan
 from torch.distributed.elastic.multiprocessing.errors import record
+from torchtitan import train as titan_train
 from torchtitan.components.loss import LossFunction, build_cross_entropy_loss, cross_entropy_loss
 from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
-from torchtitan.train import Trainer as TitanTrainer
 
 from . import __version__
+from .checkpoints.manager import CheckpointManager
 from .config import JobConfig
 from .data import copying
 from .data.loader import TrainingLoader
@@ -58,11 +59,12 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer | None:
     return None if ours else build_hf_tokenizer(job_config)
 
 
-class Trainer(TitanTrainer):
+class Trainer(titan_train.Trainer):
     """One training run. `train()` resumes from the newest checkpoint in `job.dump_folder`, if there is one."""
 
     def __init__(self, job_config: JobConfig) -> None:
         job_config.debug.seed = job_config.training.seed
+        titan_train.CheckpointManager = CheckpointManager  # TorchTitan's trainer builds the one its module names
         super().__init__(job_config)
         self.stepped = self.masks_agreed = False
         self.micro_batch = -1  # of the step's accumulation, 0-based
@@ -206,6 +208,7 @@ class Trainer(TitanTrainer):
             self.metrics_processor.rewind(self.step - 1)
             self.stepped = True
         self.micro_batch = -1
+        self.checkpointer.raise_failed_save()
         self.set_dropout_rate()
         self.draw_layer_masks()
         if isinstance(self.samples, Mixture):

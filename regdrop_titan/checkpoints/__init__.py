@@ -1,3 +1,4 @@
-from .loading import CheckpointError, complete_steps, load_model, resolve_checkpoint, run_config
+from .loading import load_model, resolve_checkpoint, run_config
+from .safety import CheckpointError, check_complete, survey
 
-__all__ = ["CheckpointError", "complete_steps", "load_model", "resolve_checkpoint", "run_config"]
+__all__ = ["CheckpointError", "check_complete", "load_model", "resolve_checkpoint", "run_config", "survey"]

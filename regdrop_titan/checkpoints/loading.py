@@ -7,42 +7,32 @@ from dataclasses import fields
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 from ..models import Decoder, DecoderArgs
-
-
-class CheckpointError(Exception):
-    """A checkpoint that cannot be read; the message names the folder and what was expected."""
-
-
-def complete_steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints in `folder` (…/checkpoint) that were written to their end, ascending."""
-    found = []
-    for child in folder.iterdir():
-        match = re.fullmatch(r"step-(\d+)", child.name)
-        # DCP writes .metadata last, when every rank has written its part
-        if match and (child / ".metadata").is_file():
-            found.append(int(match.group(1)))
-    return sorted(found)
+from .safety import CheckpointError, check_complete, load_state, survey
 
 
 def resolve_checkpoint(path: str | Path) -> Path:
-    """`…/checkpoint/step-N` itself, or the newest complete one of `…/checkpoint` or of a dump folder."""
+    """`…/checkpoint/step-N` itself, or the newest whole one of `…/checkpoint` or of a dump folder.
+
+    Raises CheckpointError where there is none, saying why others are not whole.
+    """
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder (expected …/checkpoint/step-N or …/checkpoint)")
     if re.fullmatch(r"step-\d+", folder.name):
-        if not (folder / ".metadata").is_file():
-            raise CheckpointError(f"{folder}: incomplete, it has no .metadata; others: {complete_steps(folder.parent)}")
+        try:
+            check_complete(folder)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; whole checkpoints beside it: {survey(folder.parent)[0]}") from None
         return folder
     if (folder / "checkpoint").is_dir():
         folder = folder / "checkpoint"
-    steps = complete_steps(folder)
-    if not steps:
-        raise CheckpointError(f"{folder}: no complete checkpoint (step-N with .metadata) in it")
-    return folder / f"step-{steps[-1]}"
+    complete, faults = survey(folder)
+    if not complete:
+        reasons = "".join(f"\n  {fault}" for fault in faults.values())
+        raise CheckpointError(f"{folder}: no whole checkpoint (a folder step-N with .metadata) in it{reasons}")
+    return folder / f"step-{complete[-1]}"
 
 
 def run_config(checkpoint: Path) -> dict:
@@ -76,9 +66,6 @@ def load_model(path: str | Path) -> Decoder:
     model = Decoder(DecoderArgs(**saved))
     state = model.state_dict()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # what no_dist asks for
-    try:
-        dcp.load(state, checkpoint_id=str(checkpoint), no_dist=True)
-    except (Exception, CheckpointException) as error:  # DCP's own kind is a BaseException
-        raise CheckpointError(f"{checkpoint}: cannot be read: {error}") from error
+    load_state(state, checkpoint, no_dist=True)
     model.load_state_dict(state)
     return model.to(torch.float32).eval()

@@ -63,6 +63,7 @@ def _range_faults(config: JobConfig) -> list[str]:
         "lr_scheduler.warmup_steps",
         "optimizer.weight_decay",
         "checkpoint.keep_latest_k",
+        "checkpoint.keep_every",
         "training.seed",
     ]
     above_zero = ["optimizer.lr", "optimizer.eps", "training.max_norm"]

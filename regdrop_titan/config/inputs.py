@@ -6,6 +6,8 @@ from pathlib import Path
 import torchtitan.config as titan
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
+from ..checkpoints.manager import missing_step
+from ..checkpoints.safety import CheckpointError, check_complete, survey
 from ..data.mixture import parse_mixture
 from ..data.packed import DataError, PackedDataset, PackedTokens, read_manifest
 from ..data.stdlib_corpus import SETS
@@ -97,6 +99,23 @@ def _tokenizer_faults(config: JobConfig, args: DecoderArgs) -> list[str]:
     return []
 
 
+def _checkpoint_faults(config: JobConfig) -> list[str]:
+    checkpoint = config.checkpoint
+    if not checkpoint.enable or (checkpoint.load_step == -1 and checkpoint.initial_load_path is None):
+        return []
+    folder = Path(config.job.dump_folder) / checkpoint.folder
+    complete, found = survey(folder)
+    faults = []
+    if checkpoint.load_step != -1 and checkpoint.load_step not in complete:
+        faults.append(missing_step(folder, checkpoint.load_step, complete, found))
+    if checkpoint.initial_load_path is not None and not complete:
+        try:
+            check_complete(Path(checkpoint.initial_load_path))
+        except CheckpointError as error:
+            faults.append(f"checkpoint.initial_load_path: {error}")
+    return faults
+
+
 def input_faults(config: JobConfig) -> list[str]:
     """Data, tokenizer and output paths that cannot be used. A stdlib corpus still to be built is no fault."""
     faults = []
@@ -104,9 +123,7 @@ def input_faults(config: JobConfig) -> list[str]:
     existing = next(p for p in [dump_folder, *dump_folder.absolute().parents] if p.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         faults.append(f"job.dump_folder = {config.job.dump_folder!r}: {existing} is not a writable folder")
-    initial = config.checkpoint.initial_load_path
-    if initial is not None and not Path(initial).is_dir():
-        faults.append(f"checkpoint.initial_load_path = {initial!r}: no such folder")
+    faults += _checkpoint_faults(config)
     if config.model.name not in FAMILIES or config.model.flavor not in FAMILIES[config.model.name]:
         return faults
     args = model_args(config)

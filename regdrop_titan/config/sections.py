@@ -179,6 +179,9 @@ class Checkpoint(titan.Checkpoint):
     """Whether the last checkpoint holds the model alone. TorchTitan's default, true, makes a finished run
     impossible to extend."""
 
+    keep_every: int = 0
+    """Keep the checkpoints of steps that are multiples of it for ever, beside keep_latest_k. 0: none."""
+
 
 @dataclass
 class JobConfig(titan.JobConfig):

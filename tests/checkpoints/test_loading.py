@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from regdrop_titan.checkpoints import CheckpointError, complete_steps, load_model, resolve_checkpoint
+from regdrop_titan.checkpoints import CheckpointError, load_model, resolve_checkpoint, survey
 from regdrop_titan.models import build_model
 
 SMALL = {"dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 48, "vocab_size": 64, "position": "rope"}
@@ -31,7 +31,8 @@ def run(tmp_path):
 
 def test_the_newest_complete_checkpoint(run):
     folder, model = run
-    assert complete_steps(folder / "checkpoint") == [5, 10]
+    complete, faults = survey(folder / "checkpoint")
+    assert complete == [5, 10] and list(faults) == [20] and "has no .metadata" in faults[20]
     for path in (folder, folder / "checkpoint", folder / "checkpoint/step-10"):
         assert resolve_checkpoint(path).name == "step-10"
     loaded = load_model(folder / "checkpoint")
@@ -44,14 +45,14 @@ def test_the_newest_complete_checkpoint(run):
 
 def test_unusable_checkpoints_are_named(run, tmp_path):
     folder, _ = run
-    with pytest.raises(CheckpointError, match=r"step-20: incomplete.*\[5, 10\]"):
+    with pytest.raises(CheckpointError, match=r"step-20: has no .metadata.*beside it: \[5, 10\]"):
         load_model(folder / "checkpoint/step-20")
     with pytest.raises(CheckpointError, match="no such folder"):
         load_model(folder / "checkpoint/step-7")
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
         load_model(folder / "checkpoint/step-99.bak")
     next((folder / "checkpoint/step-5").glob("*.distcp")).unlink()
-    with pytest.raises(CheckpointError, match="step-5: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp: missing, .metadata names it"):
         load_model(folder / "checkpoint/step-5")
     (folder / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="no model_args"):

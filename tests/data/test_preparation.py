@@ -509,7 +509,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_killed_five_times(tmp_path):
     """kill -9 at random moments of a real process; its workers go with it."""
-    (tmp_path / "a.jsonl").write_bytes(lines(some_documents(30_000)))
+    (tmp_path / "a.jsonl").write_bytes(lines(some_documents(60_000)))
     (tmp_path / "driver.py").write_text(DRIVER)
     train_tokenizer(DOCUMENTS, 280).save(str(tmp_path / "tokenizer.json"))
     command = [sys.executable, str(tmp_path / "driver.py"), str(tmp_path / "a.jsonl"), str(tmp_path / "tokenizer.json")]
@@ -522,7 +522,7 @@ def test_killed_five_times(tmp_path):
             if state.exists() and json.loads(state.read_text())["tokens"] > reached:
                 break
             time.sleep(0.01)
-        time.sleep(rng.random() * 0.3)
+        time.sleep(rng.random() * 0.15)
         process.send_signal(signal.SIGKILL)
         process.wait()
         reached = json.loads(state.read_text())["tokens"] if state.exists() else reached

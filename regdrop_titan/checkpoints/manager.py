@@ -1,0 +1,162 @@
+"""TorchTitan's checkpoint manager, made safe: what is resumed from, what is deleted, and what a failed save says.
+
+TorchTitan 0.2.2 takes any folder with a `.metadata` for a checkpoint (`step-99.bak` for step 99, one whose tensor files
+are missing or cut), deletes by step number whatever the order of saving and whether anything whole is left, writes over
+a whole checkpoint in place, and unpickles `.metadata` with the ordinary unpickler.
+"""
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.components.checkpoint import AsyncMode
+from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
+from torchtitan.tools.logging import logger
+
+from .safety import METADATA, CheckpointError, causes, check_complete, load_state, steps_in, survey
+
+DELETING = ".deleting"  # suffix of a folder that retention has given up
+
+
+class CheckpointManager(TitanCheckpointManager):
+    """Takes TorchTitan's arguments; `checkpoint_config` also has `keep_every`."""
+
+    save_future: Future | None
+
+    def __init__(self, *args: Any, checkpoint_config: Any, **kwargs: Any) -> None:
+        super().__init__(*args, checkpoint_config=checkpoint_config, **kwargs)
+        self.keep_every: int = checkpoint_config.keep_every
+
+    # Loading ---------------------------------------------------------------------------------------------------
+
+    def load(self, step: int = -1) -> bool:
+        """Load step `step`, or with -1 the newest whole checkpoint of the run's folder, or where it has none the one
+        of `checkpoint.initial_load_path`. Returns whether something was loaded, and logs what.
+
+        Raises CheckpointError for a step that is not there, and for files that are damaged or tampered with.
+        """
+        if not self.enable:
+            return False
+        # one rank looks, all do the same: a shared file system may not show all of them the same folder
+        choice: list[Any] = [self._choose(step) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(choice, src=0)
+        if isinstance(choice[0], CheckpointError):
+            raise choice[0]
+        if choice[0] is None:
+            return False
+        path, model_only = choice[0]
+        logger.info(f"Loading {'the model of ' if model_only else ''}{path}")
+        self.dcp_load(self._states_to_load(model_only), path, from_hf=False, from_quantized=False)
+        return True
+
+    def _choose(self, step: int) -> tuple[str, bool] | CheckpointError | None:
+        """What to load, and whether only its model."""
+        complete, faults = survey(Path(self.folder))
+        for other, fault in faults.items():
+            if other > max(complete, default=-1) or other == step:
+                logger.warning(f"step-{other} is passed over: {fault}")
+        if step != -1 and step not in complete:
+            return CheckpointError(missing_step(self.folder, step, complete, faults))
+        if complete:
+            if self.initial_load_path:
+                logger.info(f"checkpoint.initial_load_path is not read: {self.folder} has checkpoints of this run")
+            chosen = step if step != -1 else complete[-1]
+            return self._create_checkpoint_id(chosen), chosen == 0
+        if self.initial_load_path:
+            try:
+                check_complete(Path(self.initial_load_path))
+            except CheckpointError as error:
+                return CheckpointError(f"checkpoint.initial_load_path: {error}")
+            return self.initial_load_path, self.initial_load_model_only
+        if faults:
+            logger.warning(f"{self.folder} has no whole checkpoint: training starts from the beginning")
+        return None
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        if from_hf:
+            return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+        load_state(state_dict, Path(checkpoint_id))
+        if "model" in self.states:
+            # as TorchTitan: the model's tensors lie flat in the state, and are handed over by hand
+            self.states["model"].load_state_dict(state_dict)
+
+    # Saving ----------------------------------------------------------------------------------------------------
+
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        super().save(curr_step, last_step)
+        if last_step and self._should_save(curr_step, last_step):
+            self._purge_stale_checkpoints()  # TorchTitan does so after every save but the last
+
+    def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
+        self._set_aside(Path(checkpoint_id))
+        self.saving = checkpoint_id
+        try:
+            return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
+        except CheckpointException as error:  # a BaseException
+            raise self._failed(error) from error
+
+    def _set_aside(self, checkpoint: Path) -> None:
+        """After a roll-back, whole checkpoints of this step and later ones are of a branch that was given up: rename
+        them, or a save would write over one in place, and a resume would go on with the other branch."""
+        if dist.get_rank() == 0:
+            step = int(checkpoint.name.removeprefix("step-"))
+            later = [other for other in steps_in(checkpoint.parent) if other >= step]
+            for other in later:
+                folder = checkpoint.parent / f"step-{other}"
+                try:
+                    check_complete(folder)
+                except CheckpointError:
+                    continue  # of a save that was killed: written over, or left as it is
+                n = 1
+                while (aside := folder.with_name(f"{folder.name}.replaced-{n}")).exists():
+                    n += 1
+                folder.rename(aside)
+                logger.warning(f"{folder} is of a branch that this run rolled back: kept as {aside.name}")
+        dist.barrier()
+
+    def raise_failed_save(self) -> None:
+        """Raise what made an asynchronous save fail, as soon as it is known. Raises CheckpointError."""
+        future = getattr(self, "save_future", None)
+        if future is not None and future.done() and (error := future.exception()) is not None:
+            raise self._failed(error) from error
+
+    def _failed(self, error: BaseException) -> CheckpointError:
+        return CheckpointError(f"{self.saving}: could not be saved: {causes(error)}")
+
+    def _async_wait(self) -> None:
+        if self.async_mode == AsyncMode.ASYNC and self.save_future is not None:
+            error = self.save_future.exception()  # waits
+            self.save_future = None
+            if error is not None:
+                raise self._failed(error) from error
+        super()._async_wait()
+
+    # Retention -------------------------------------------------------------------------------------------------
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Delete all but the newest `keep_latest_k` whole checkpoints and the multiples of `keep_every`.
+
+        Only whole ones count and are deleted: what an asynchronous save is still writing is neither, and what a kill
+        left incomplete stays for its owner to look at. A folder is renamed before it is deleted, so that no half of
+        one is ever taken for a checkpoint; what a kill left of that is deleted here the next time.
+        """
+        if self.keep_latest_k == 0 or dist.get_rank() != 0:
+            return
+        folder = Path(self.folder)
+        complete, _ = survey(folder)
+        by_time = sorted(complete, key=lambda step: ((folder / f"step-{step}" / METADATA).stat().st_mtime_ns, step))
+        kept = {*by_time[-self.keep_latest_k :], *complete[-1:]}
+        for step in complete:
+            if step not in kept and not (self.keep_every and step % self.keep_every == 0):
+                (folder / f"step-{step}").rename(folder / f"step-{step}{DELETING}")
+        for path in folder.glob(f"step-*{DELETING}"):
+            self.purge_queue.put(str(path))
+
+
+def missing_step(folder: str | Path, step: int, complete: list[int], faults: dict[int, str]) -> str:
+    """Why `checkpoint.load_step` cannot be loaded, and what can."""
+    there = ", ".join(map(str, complete)) or "none"
+    reason = faults.get(step, "there is no such checkpoint")
+    return f"checkpoint.load_step = {step}: {reason}; whole checkpoints in {folder}: {there}"
