@@ -13,13 +13,12 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
 
 from regdrop_titan.data.packed import DataError, verify
 from regdrop_titan.data.preparation import PreparationStopped, Signalled, prepare
 
 
-def parse(args: Sequence[str]) -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0], epilog=__doc__.split("\n\n", 1)[1],
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -66,7 +65,7 @@ def parse(args: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--eos-token", help="end-of-text, where the tokenizer's files do not name it")
     parser.add_argument("--verify", metavar="DIR", help="check every shard of a packed set against its hash, and stop")
-    arguments = parser.parse_args(args)
+    arguments = parser.parse_args()
     if arguments.verify is None:
         missing = [name for name in ("input", "tokenizer", "output") if getattr(arguments, name) is None]
         if missing:
@@ -74,10 +73,10 @@ def parse(args: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def main(args: Sequence[str]) -> int:
+def main() -> int:
     from torchtitan.tools.logging import init_logger  # after regdrop_titan, which fixes TorchTitan's device
 
-    arguments = parse(args)
+    arguments = parse()
     init_logger()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
@@ -109,4 +108,4 @@ def main(args: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,5 +1,7 @@
 """Fixtures shared by the suite. `regdrop_titan` comes first: it fixes TorchTitan's device."""
 
+import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,23 @@ import regdrop_titan  # noqa: F401
 from .packed_sets import markov_documents, write_packed
 
 ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Runs a script of `scripts/` in this process, which has torch imported: its exit status."""
+
+    def run(name: str, *arguments: str) -> int:
+        spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        monkeypatch.setattr(sys, "argv", [f"scripts/{name}.py", *arguments])
+        try:
+            return module.main()
+        except SystemExit as end:  # argparse's
+            return end.code
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import pytest
 
 from regdrop_titan.checkpoints import load_model
 from regdrop_titan.evaluation.copying import evaluate_copying
+from regdrop_titan.launch import main
 
 from .distributed.harness import BASE, ROOT, environment, torchrun
 from .packed_sets import write_packed
@@ -50,12 +51,14 @@ def test_a_world_size_that_does_not_fit(toml):
     assert done.stderr.count("does not fit 2 processes") == 1
 
 
-def test_plan_and_help():
+def test_plan_and_help(capsys):
     done = python("train.py", "--plan", "--job.config_file", "train_configs/nape_llama3_400m_vpad.toml")
     assert done.returncode == 0 and "423.5 M" in done.stdout
-    assert python("train.py", "--plan", "--mfu", "0").returncode == 2
-    done = python("train.py", "--help")
-    assert done.returncode == 0 and "--section.key value" in done.stdout
+    for args, status in ((["--plan", "--mfu", "0"], 2), (["--help"], 0)):
+        with pytest.raises(SystemExit) as end:
+            main(args)
+        assert end.value.code == status
+    assert "--section.key value" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -96,34 +99,34 @@ def test_what_a_run_leaves(run):
     assert first.stdout.count("Training starts at step 1") == 1  # one rank logs
 
 
-def test_data_of_another_tokenizer_are_not_evaluated(run, tmp_path, packed):
+def test_data_of_another_tokenizer_are_not_evaluated(run, tmp_path, packed, script, capsys):
     write_packed(tmp_path / "other", [[1, 2, 3] * 30], 256, tokenizer="another")
-    command = ["scripts/evaluate.py", "position-loss", "--checkpoint", str(run[0] / "checkpoint"), "--multiple", "2",
-               "--output", str(tmp_path / "results"), "--data"]  # fmt: skip
-    done = python(*command, str(tmp_path / "other"))
-    assert done.returncode == 2
-    assert "was tokenized by another, the model was trained on tokens of stand-in" in done.stderr
-    assert python(*command, str(packed / "validation")).returncode == 0
+    command = ["evaluate", "position-loss", "--checkpoint", str(run[0] / "checkpoint"), "--multiple", "2", "--output",
+               str(tmp_path / "results"), "--data"]  # fmt: skip
+    assert script(*command, str(tmp_path / "other")) == 2
+    assert "was tokenized by another, the model was trained on tokens of stand-in" in capsys.readouterr().err
+    assert script(*command, str(packed / "validation")) == 0
+    assert script("evaluate", "copying", "--checkpoint", str(run[0] / "checkpoint")) == 2
+    assert "copying needs a model that was trained on 'copying'" in capsys.readouterr().err
 
 
-def test_copying_from_training_to_scores(toml, tmp_path):
-    """The scores of the script are those of the checkpoint's model; a run on other data is refused (see above)."""
+def test_copying_from_training_to_scores(toml, tmp_path, script, capsys):
+    """The scores of the script are those of the checkpoint's model; a run on other data is refused."""
     out = tmp_path / "out"
     done = python(
         "train.py", "--job.config_file", str(toml), "--job.dump_folder", str(out), "--training.steps", "2",
         "--training.dataset", "copying", "--training.copying_lengths", "2", "5", "--checkpoint.enable",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    command = ["scripts/evaluate.py", "copying", "--checkpoint", str(out / "checkpoint"), "--lengths", "3", "2"]
-    done = python(*command, "--samples", "20")
-    assert done.returncode == 0, done.stderr
+    command = ["evaluate", "copying", "--checkpoint", str(out / "checkpoint"), "--lengths", "3", "2", "--samples"]
+    assert script(*command, "20") == 0
     summary = json.loads((out / "evaluation/copying.json").read_text())
     assert summary["train_lengths"] == [2, 5] and [score["length"] for score in summary["scores"]] == [2, 3]
     expected = evaluate_copying(load_model(out / "checkpoint"), 3, 20)
     assert summary["scores"][1]["cla"] == pytest.approx(expected.cla)
     assert (out / "evaluation/copying.png").read_bytes().startswith(b"\x89PNG")
-    done = python(*command, "--samples", "0")
-    assert done.returncode == 2 and "--samples 0: must be at least 1" in done.stderr
+    assert script(*command, "0") == 2
+    assert "--samples 0: must be at least 1" in capsys.readouterr().err
 
 
 def test_a_new_run_in_an_old_folder_loses_no_log(tmp_path):
@@ -157,6 +160,7 @@ def test_ranks_wait_for_the_one_that_builds_the_debug_corpus(tmp_path):
         2, "train.py", "--job.config_file", "train_configs/debug_nape_llama3.toml", "--training.steps", "2",
         "--job.dump_folder", str(tmp_path / "out"), "--training.dataset_path", str(tmp_path / "corpus/train"),
         "--validation.dataset_path", str(tmp_path / "corpus/validation"),
+        "--validation.context_dataset_path", str(tmp_path / "corpus/long"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "corpus/long/manifest.json").exists()

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from regdrop_titan.data.tokenizers import train_tokenizer
+
 from .distributed.harness import ROOT, environment
 
 
@@ -15,11 +17,11 @@ def python(*command):
     )
 
 
-@pytest.mark.parametrize("script", ["benchmark", "evaluate", "prepare_data", "train_tokenizer"])
-def test_help(script):
-    done = python(f"scripts/{script}.py", "--help")
-    assert done.returncode == 0 and "usage" in done.stdout
-    assert python(f"scripts/{script}.py", "nonsense").returncode == 2
+@pytest.mark.parametrize("name", ["benchmark", "evaluate", "prepare_data", "train_tokenizer"])
+def test_help(name, script, capsys):
+    assert script(name, "--help") == 0
+    assert "usage" in capsys.readouterr().out
+    assert script(name, "nonsense") == 2
 
 
 def test_dense_benchmark(tmp_path):
@@ -46,40 +48,35 @@ def test_layer_dropout_benchmark(tmp_path):
     assert python("scripts/benchmark.py", "layer-dropout", "--rates", "1").returncode == 2
 
 
-def test_data_benchmark(tmp_path):
+def test_data_benchmark(tmp_path, script):
     out = tmp_path / "bench.json"
     sizes = ["--megabytes", "0.3", "--vocab-size", "300", "--samples", "16", "--rounds", "2"]
-    done = python("scripts/benchmark.py", "data", *sizes, "--output", str(out))
-    assert done.returncode == 0, done.stderr
+    assert script("benchmark", "data", *sizes, "--output", str(out)) == 0
     result = json.loads(out.read_text())
     assert set(result["rows"]) == {"1 worker / bare tokenizer", "2 workers / 1 worker"}
     assert result["loader"]["tokens_per_second"] > 0
 
 
-def test_train_tokenizer(tmp_path):
+def test_train_tokenizer(tmp_path, script, capsys):
     """The tokenizer of the filtered text; a bad record is named; a tokenizer that is there is not overwritten."""
-    from regdrop_titan.data.tokenizers import train_tokenizer
-
     texts = [f"the {i} quick brown foxes" * 3 for i in range(50)]
     records = [{"body": text, "s": i % 2} for i, text in enumerate(texts)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    command = ["scripts/train_tokenizer.py", "--input", str(tmp_path / "a.jsonl"), "--text-key", "body", "--filter",
-               "s==1", "--vocab-size", "270", "--output", str(tmp_path / "out")]  # fmt: skip
-    done = python(*command)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "out/tokenizer.json").read_text()) == json.loads(
-        train_tokenizer(texts[1::2], 270).to_str()
-    )
-    done = python(*command)
-    assert done.returncode == 2 and "exists; packed sets may depend on it" in done.stderr
+    arguments = ["--input", str(tmp_path / "a.jsonl"), "--text-key", "body", "--filter", "s==1", "--vocab-size", "270",
+                 "--output"]  # fmt: skip
+    assert script("train_tokenizer", *arguments, str(tmp_path / "out")) == 0
+    expected = json.loads(train_tokenizer(texts[1::2], 270).to_str())
+    assert json.loads((tmp_path / "out/tokenizer.json").read_text()) == expected
+    assert script("train_tokenizer", *arguments, str(tmp_path / "out")) == 2
+    assert "exists; packed sets may depend on it" in capsys.readouterr().err
     (tmp_path / "a.jsonl").write_text('{"body": "a", "s": 1}\n{"body": null, "s": 1}\n')
-    done = python(*command[:-1], str(tmp_path / "other"))
-    assert done.returncode == 2 and "a.jsonl, line 2: body is null" in done.stderr and "Traceback" not in done.stderr
+    assert script("train_tokenizer", *arguments, str(tmp_path / "other")) == 2
+    assert "a.jsonl, line 2: body is null" in capsys.readouterr().err
 
 
 SHELL = [*sorted((ROOT / "scripts").rglob("*.sh")), *sorted((ROOT / "scripts").rglob("*.sbatch")), ROOT / ".ci/run"]
 
 
-@pytest.mark.parametrize("script", SHELL, ids=lambda path: path.name)
-def test_shell_scripts_parse(script):
-    assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
+@pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)
+def test_shell_scripts_parse(path):
+    assert subprocess.run(["bash", "-n", str(path)]).returncode == 0

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,22 @@ def _stop_flag() -> Iterator[Callable[[], bool]]:
         yield flag.is_set
     finally:
         restore()
+
+
+def _start_pool(workers: int, recipe: Recipe) -> ProcessPoolExecutor:
+    """Workers that Ctrl-C, or a SIGTERM to the whole process group, does not reach: the main process stops them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([start_worker.__module__])  # import torch once, not in every worker
+    resource_tracker.ensure_running()  # it lifts the mask when it is started
+    ours = {signal.SIGINT, signal.SIGTERM}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ours)  # a child keeps the mask; ours waits until it is lifted
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    pool = ProcessPoolExecutor(workers, context, start_worker, (recipe,))
+    _widen_pipes(pool)
+    return pool
 
 
 def _widen_pipes(pool: ProcessPoolExecutor) -> None:
@@ -252,10 +269,7 @@ class Preparation:
 
     def run(self, workers: int, commit_seconds: float) -> None:
         """Read, tokenize and write all that is left."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([start_worker.__module__])  # import torch once, not in every worker
-        pool = ProcessPoolExecutor(workers, context, start_worker, (self.recipe,))
-        _widen_pipes(pool)
+        pool = _start_pool(workers, self.recipe)
         ends = np.cumsum([file.size for file in self.files]).tolist()
         bar = tqdm(
             total=ends[-1], initial=sum(file.size for file in self.files[: self.state.file]), unit="B",

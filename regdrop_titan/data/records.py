@@ -9,7 +9,6 @@ import multiprocessing
 import operator
 import os
 import re
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -182,9 +181,8 @@ _worker: tuple[Recipe, Tokenizer] | None = None
 
 
 def start_worker(recipe: Recipe) -> None:
-    """Load the tokenizer once a process. A worker outlives neither Ctrl-C's owner nor a killed parent."""
+    """Load the tokenizer once a process. A worker does not outlive a killed parent."""
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
     if parent is not None:

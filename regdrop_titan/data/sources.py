@@ -72,20 +72,13 @@ class Block:
     position: int  # bytes of the file read so far, about
 
 
-def _describe_path(path: str) -> tuple[str, str | None]:
-    """Kind and compression by the name's endings; a name with another ending is plain text."""
+def _describe(path: str | Path) -> tuple[str | None, str | None]:
+    """Kind and compression by the name's endings; no kind where they are not known."""
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
     if compression:
         suffixes = suffixes[:-1]
-    return KINDS.get(suffixes[-1] if suffixes else "", "text"), compression
-
-
-def _is_known(path: Path) -> bool:
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSIONS:
-        suffixes = suffixes[:-1]
-    return bool(suffixes) and suffixes[-1] in KINDS
+    return KINDS.get(suffixes[-1]) if suffixes else None, compression
 
 
 def _hub_files(name: str) -> list[str]:
@@ -126,7 +119,7 @@ def find_inputs(inputs: list[str]) -> list[InputFile]:
         if folder.is_dir():
             everything = sorted(path for path in folder.rglob("*") if path.is_file())
             visible = [p for p in everything if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
-            found = [str(path) for path in visible if _is_known(path)]
+            found = [str(path) for path in visible if _describe(path)[0]]
             if len(found) < len(visible):
                 logger.info(f"{name}: {len(visible) - len(found)} files of other kinds are not read")
             if not found:
@@ -142,11 +135,17 @@ def find_inputs(inputs: list[str]) -> list[InputFile]:
         raise DataError("\n".join(faults))
     files = []
     for path in dict.fromkeys(paths):
-        filesystem, inner = fsspec.core.url_to_fs(path)
+        kind, compression = _describe(path)
         try:
-            files.append(InputFile(path, *_describe_path(path), size=filesystem.size(inner)))
-        except OSError as error:
-            faults.append(f"{path}: {error}")
+            filesystem, inner = fsspec.core.url_to_fs(path)
+            size = filesystem.size(inner)
+        except Exception as error:  # the file systems' drivers raise all kinds, and may be missing
+            faults.append(f"{path}: {type(error).__name__}: {error}")
+            continue
+        if size is None:
+            faults.append(f"{path}: its size is not known, download it first")
+        else:
+            files.append(InputFile(path, kind or "text", compression, size))
     if faults:
         raise DataError("\n".join(faults))
     return files

@@ -131,6 +131,8 @@ def test_the_state_of_a_loader_is_a_number(counting):
     next(iterator)
     loader.load_state_dict({"samples_consumed": 0})
     assert torch.equal(next(iter(loader))[1], first)
+    loader.load_state_dict({"samples_consumed": 0})
+    assert torch.equal(next(iterator)[1], first)  # also one that was begun before loading (report T2)
 
 
 def test_validation_batches_are_the_same_and_equal_in_number(counting):

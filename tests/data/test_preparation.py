@@ -2,7 +2,6 @@
 
 import errno
 import gzip
-import importlib.util
 import json
 import os
 import random
@@ -213,6 +212,10 @@ def test_hub_layout_from_a_local_folder(tmp_path):
         prepare([f"hf:{repository}:testonly"], "bytes", tmp_path / "x")
     with pytest.raises(DataError, match="cannot be opened"):
         prepare([f"hf:{tmp_path}/nowhere"], "bytes", tmp_path / "x")
+    with pytest.raises(DataError, match=r"nosuch://a.jsonl: ValueError: Protocol not known"):
+        prepare(["nosuch://a.jsonl"], "bytes", tmp_path / "x")
+    with pytest.raises(DataError, match=r"memory://nowhere.jsonl: FileNotFoundError"):
+        prepare(["memory://nowhere.jsonl"], "bytes", tmp_path / "x")
 
 
 def test_a_remote_file_that_hiccups(tmp_path, monkeypatch):
@@ -536,14 +539,6 @@ def test_killed_five_times(tmp_path):
     assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
 
 
-@pytest.fixture
-def script():
-    spec = importlib.util.spec_from_file_location("prepare_data", ROOT / "scripts/prepare_data.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_ctrl_c_of_the_command_line(tmp_path, script):
     """The whole process group gets SIGINT, as from a terminal: status 75, and the same command goes on."""
     (tmp_path / "a.jsonl").write_bytes(lines(some_documents(40_000)))
@@ -560,25 +555,24 @@ def test_ctrl_c_of_the_command_line(tmp_path, script):
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 75, stderr
     assert "the same command goes on" in stderr and "Traceback" not in stderr
-    assert script.main(arguments) == 0
+    assert script("prepare_data", *arguments) == 0
     assert read_manifest(tmp_path / "out")["documents"] == 40_000
 
 
 def test_exit_statuses(corpus, script, capsys):
     out = str(corpus / "out")
     command = ["--input", str(corpus / "in"), "--tokenizer", "bytes", "--output", out, "--workers", "1"]
-    assert script.main(command) == 0
-    assert script.main(["--verify", out]) == 0
+    assert script("prepare_data", *command) == 0
+    assert script("prepare_data", "--verify", out) == 0
     assert "all as written" in capsys.readouterr().out
     with open(corpus / "out/shard-00000.tokens", "r+b") as file:
         file.write(b"\x01\x02")
-    assert script.main(["--verify", out]) == 2
+    assert script("prepare_data", "--verify", out) == 2
     assert "shard-00000.tokens: altered" in capsys.readouterr().err
-    assert script.main([*command[:1], "nowhere", *command[2:]]) == 2
+    assert script("prepare_data", command[0], "nowhere", *command[2:]) == 2
     assert "nowhere: no such file" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as usage:
-        script.main(["--input", "x"])
-    assert usage.value.code == 2 and "needed: --tokenizer, --output" in capsys.readouterr().err
+    assert script("prepare_data", "--input", "x") == 2
+    assert "needed: --tokenizer, --output" in capsys.readouterr().err
 
 
 def test_a_signal_stops_at_a_batch(corpus, small_blocks, monkeypatch):
