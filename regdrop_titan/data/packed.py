@@ -62,7 +62,7 @@ class Permutation:
 def read_manifest(path: str | Path) -> dict:
     """The manifest of the packed set at `path`.
 
-    Raises DataError naming the file when the folder, its manifest or a shard is missing, unreadable, of another
+    Raises DataError naming the files when the folder, its manifest or shards are missing, unreadable, of another
     format, or of another size than the manifest says.
     """
     folder = Path(path)
@@ -80,22 +80,26 @@ def read_manifest(path: str | Path) -> dict:
     if missing := [key for key in _KEYS if key not in manifest]:
         raise DataError(f"{file}: lacks {', '.join(missing)}")
     itemsize = np.dtype(manifest["dtype"]).itemsize
+    faults = []
     for shard in manifest["shards"]:
         for name, size in (
             (shard["file"], shard["tokens"] * itemsize),
             (shard["documents_file"], shard["documents"] * 8),
         ):
             if not (folder / name).is_file():
-                raise DataError(f"{folder / name}: missing, {MANIFEST} lists it")
-            if (actual := (folder / name).stat().st_size) != size:
-                raise DataError(f"{folder / name}: {actual} bytes, {MANIFEST} says {size}")
+                faults.append(f"{folder / name}: missing, {MANIFEST} lists it")
+            elif (actual := (folder / name).stat().st_size) != size:
+                faults.append(f"{folder / name}: {actual} bytes, {MANIFEST} says {size}")
+    if faults:
+        more = f"\nand {len(faults) - 20} more" if len(faults) > 20 else ""
+        raise DataError("\n".join(faults[:20]) + more)
     return manifest
 
 
 def verify(path: str | Path) -> dict:
     """The manifest of the packed set at `path`, once every shard has the hash that was taken when it was written.
 
-    Raises DataError listing every file that is missing, truncated or altered.
+    Raises DataError listing the files that are missing or cut; if there are none, every one that is altered.
     """
     manifest = read_manifest(path)
     files = [

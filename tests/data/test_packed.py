@@ -163,6 +163,10 @@ def test_verify_finds_every_altered_file(counting):
     with pytest.raises(DataError) as error:
         verify(counting)
     assert str(error.value).count("altered") == 2
+    (counting / "shard-00000.tokens").write_bytes(b"")
+    (counting / "shard-00000.documents").unlink()
+    with pytest.raises(DataError, match=r"tokens: 0 bytes, manifest.json says 280\n.*documents: missing"):
+        verify(counting)
 
 
 def test_a_token_outside_of_the_vocabulary_is_named(counting):
