@@ -539,6 +539,7 @@ def test_killed_five_times(tmp_path):
     assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
 
 
+@pytest.mark.slow
 def test_ctrl_c_of_the_command_line(tmp_path, script):
     """The whole process group gets SIGINT, as from a terminal: status 75, and the same command goes on."""
     (tmp_path / "a.jsonl").write_bytes(lines(some_documents(40_000)))
