@@ -7,7 +7,7 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer
 
 from .config import JobConfig, model_args
-from .data.mixture import parse_mixture
+from .data.mixture import Source, parse_mixture
 from .data.packed import DataError, PackedDataset
 from .regularization.layer_dropout import lock_step_time
 
@@ -132,14 +132,14 @@ def data_rows(config: JobConfig, n_samples: int) -> list[tuple[str, str]]:
     rows = []
     for path, weight in parse_mixture(training.dataset_path):
         try:
-            dataset = PackedDataset(path, training.seq_len, seed=training.seed)
+            source = Source(path, weight, PackedDataset(path, training.seq_len, seed=training.seed))
         except DataError as error:
             to_be_built = training.dataset_source == "stdlib" and not Path(path).exists()
             rows.append(("data", f"{path}: built on first use" if to_be_built else f"not usable yet: {error}"))
             continue
-        passes = float(n_samples * weight) / len(dataset)
+        tokens, passes = len(source.dataset.tokens), source.epochs(n_samples)
         share = f"{100 * float(weight):.4g} % of the samples, " if weight != 1 else ""
-        rows.append(("data", f"{path}: {len(dataset.tokens) / 1e9:,.3g} B tokens, {share}{passes:.2f} passes"))
+        rows.append(("data", f"{path}: {tokens / 1e9:,.3g} B tokens, {share}{passes:.2f} passes"))
     return rows
 
 

@@ -21,8 +21,7 @@ from .checkpoints.manager import CheckpointManager
 from .config import JobConfig
 from .data import copying
 from .data.loader import TrainingLoader
-from .data.mixture import Mixture, parse_mixture
-from .data.packed import read_manifest
+from .data.mixture import Mixture
 from .models.positions import document_ids
 from .plan import planned_flops
 from .regularization import keep_mask
@@ -103,7 +102,7 @@ class Trainer(titan_train.Trainer):
 
     def data_manifest(self) -> dict[str, Any]:
         """Of the packed training set; of a mixture's first, whose tokenizer the others share."""
-        return read_manifest(parse_mixture(self.job_config.training.dataset_path)[0][0])
+        return self.samples.sources[0].dataset.tokens.manifest
 
     def write_config(self) -> None:
         """Leave the resolved configuration in the dump folder: it names the model for every later command."""

@@ -9,25 +9,25 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from ..checkpoints.manager import missing_step
 from ..checkpoints.safety import CheckpointError, check_complete, survey
 from ..data.mixture import parse_mixture
-from ..data.packed import DataError, PackedDataset, PackedTokens, read_manifest
+from ..data.packed import DataError, PackedDataset, PackedTokens
 from ..data.stdlib_corpus import SETS
 from ..data.tokenizers import same_tokenizer, tokenizer_hashes
 from ..models.args import FAMILIES, DecoderArgs
 from .sections import JobConfig, model_args
 
 
-def _packed_faults(key: str, path: str, seq_len: int, vocab_size: int) -> list[str]:
+def _usable_manifest(path: str, seq_len: int, vocab_size: int) -> dict:
+    """The manifest of a packed set. Raises DataError where the set cannot be read, or not by this model."""
     try:
-        manifest = read_manifest(path)
-        PackedDataset(path, seq_len, seed=0)
-    except (DataError, KeyError, TypeError) as error:
-        return [f"{key}: {error}"]
+        manifest = PackedDataset(path, seq_len, seed=0).tokens.manifest
+    except (KeyError, TypeError) as error:
+        raise DataError(str(error)) from None
     if manifest["vocab_size"] > vocab_size:
-        return [
-            f"{key}: the tokenizer of {path} has {manifest['vocab_size']} tokens, the model a vocabulary of "
+        raise DataError(
+            f"the tokenizer of {path} has {manifest['vocab_size']} tokens, the model a vocabulary of "
             f"{vocab_size}; set architecture.vocab_size"
-        ]
-    return []
+        )
+    return manifest
 
 
 def _context_faults(path: str, config: JobConfig) -> list[str]:
@@ -62,10 +62,10 @@ def _all_packed_faults(config: JobConfig, args: DecoderArgs, to_be_built: set[Pa
         if not path:
             faults.append(f"{key}: must name a packed set")
         elif Path(path).exists() or Path(path) not in to_be_built:
-            found = _packed_faults(key, path, seq_len, args.vocab_size)
-            faults += found
-            if not found:
-                usable[path] = read_manifest(path)
+            try:
+                usable[path] = _usable_manifest(path, seq_len, args.vocab_size)
+            except DataError as error:
+                faults.append(f"{key}: {error}")
     if usable:
         faults += [f"training and validation data: {difference}" for difference in same_tokenizer(usable)]
         folder, (path, manifest) = config.model.hf_assets_path, next(iter(usable.items()))

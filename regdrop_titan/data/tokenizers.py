@@ -13,6 +13,7 @@ What all of them keep:
 import base64
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -63,7 +64,7 @@ def pieces(blocks: Iterable[str], limit: int = PIECE) -> Iterator[str]:
         yield rest
 
 
-class Tokenizer:
+class Tokenizer(ABC):
     """Text to ids and back. `file` is None for bytes.
 
     Attributes:
@@ -103,9 +104,9 @@ class Tokenizer:
             for left, right in probes
         )
 
+    @abstractmethod
     def encode_piece(self, text: str) -> np.ndarray:
         """The ids of `text` at once: (n,) unsigned."""
-        raise NotImplementedError
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of `text`, of any length, without special tokens: (n,) unsigned."""
@@ -113,8 +114,9 @@ class Tokenizer:
             return self.encode_piece(text)
         return np.concatenate([self.encode_piece(piece) for piece in pieces([text])])
 
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        raise NotImplementedError
+        """The text of `ids`; of special tokens, their names where the library gives them."""
 
 
 class ByteTokenizer(Tokenizer):
