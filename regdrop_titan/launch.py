@@ -1,30 +1,50 @@
 """The command line of `train.py`: check everything before a process group exists, then train; or print the plan.
 
-Exit status: 0 done, 2 the user's input is wrong (one message on stderr, from one rank), 1 anything else.
+Exit status: 0 done, 2 the user's input is wrong, 75 stopped by a signal after saving (run it again to go on), 1
+anything else. Of all ranks that fail, the first one speaks: the others' errors follow from it.
 """
 
 import argparse
+import datetime
 import logging
 import os
+import signal
 import socket
 import sys
 import time
+import traceback
 from pathlib import Path
 
+import torch
 from torchtitan.tools.logging import init_logger, logger
 
+from .checkpoints.safety import CheckpointError, SaveError
 from .config import ConfigError, JobConfig, load_config
 from .data.packed import DataError
+from .signals import STOPPED, StopSignals
 
 
-def fail(message: str) -> int:
-    """Print a user's error once, whatever the number of ranks, and return exit status 2."""
-    if int(os.environ.get("RANK", "0")):
-        # torchrun ends the other ranks as soon as one has failed: let rank 0 speak first
-        time.sleep(5)
-        return 2
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    return 2
+def first_to_fail() -> bool:
+    """Whether no other rank has failed before. torchrun keeps a store for its ranks, which is there before a process
+    group and after it; without torchrun every rank speaks for itself."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    try:
+        store = torch.distributed.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=datetime.timedelta(seconds=10)
+        )
+        return store.add(f"regdrop_titan failed, start {os.environ['TORCHELASTIC_RESTART_COUNT']}", 1) == 1
+    except Exception:  # the store went with the launcher: better too many words than none
+        return True
+
+
+def fail(message: str, status: int = 2) -> int:
+    """Print an error once, whatever the number of ranks; returns the exit status."""
+    if first_to_fail():
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(5)  # torchrun reports the rank that ends first, and ends the others: let it be the one that spoke
+    return status
 
 
 def as_single_process() -> None:
@@ -52,19 +72,59 @@ def log_on_one_rank(config: JobConfig) -> None:
         logger.setLevel(logging.WARNING)
 
 
-def train(config: JobConfig) -> None:
-    import torch
-
+def train(config: JobConfig) -> int:
+    """Train; returns the exit status."""
     from .trainer import Trainer
 
-    trainer = None
+    will = "stopping at the end of this step" + (", with a checkpoint" if config.checkpoint.enable else "")
+    with StopSignals(will) as signals:
+        trainer = None
+        try:
+            trainer = Trainer(config, signals)
+            trainer.train()
+        finally:
+            if trainer is not None:
+                trainer.close()
+        torch.distributed.barrier()  # the log of the last rank is closed
+        signals.finish()
+        torch.distributed.destroy_process_group()
+        if not trainer.stopped_by:
+            return 0
+        name = signal.Signals(trainer.stopped_by).name
+        if not trainer.saved:
+            logger.error(f"Stopped by {name} behind step {trainer.step}; nothing is saved, checkpoints are off")
+            return 1
+        logger.info(
+            f"Stopped by {name} behind step {trainer.step}, which is saved: the same command goes on from there"
+        )
+        return STOPPED
+
+
+def train_or_tell(config: JobConfig) -> int:
+    """Train; what ends it is told in one message by one rank. Returns the exit status."""
+    from .startup import RanksDisagree
+    from .trainer import NonFiniteError
+
     try:
-        trainer = Trainer(config)
-        trainer.train()
-    finally:
-        if trainer is not None:
-            trainer.close()
-    torch.distributed.destroy_process_group()
+        return train(config)
+    except (SaveError, NonFiniteError) as error:
+        return fail(str(error), 1)
+    except (CheckpointError, DataError, RanksDisagree) as error:
+        return fail(str(error))
+    except torch.OutOfMemoryError as error:
+        return fail(
+            f"out of memory: {error}\nLower training.local_batch_size (accumulation keeps the global batch), shard "
+            "over more GPUs, or recompute: activation_checkpoint.mode = 'full'",
+            1,
+        )
+    except Exception as error:
+        if first_to_fail():
+            traceback.print_exc()
+        else:
+            last = str(error).strip().splitlines()[-1:]
+            print(f"rank {os.environ['RANK']}: then {type(error).__name__}: {' '.join(last)}", file=sys.stderr)
+            time.sleep(5)
+        return 1
 
 
 def main(args: list[str]) -> int:
@@ -104,5 +164,4 @@ def main(args: list[str]) -> int:
         return fail(f"the configuration cannot run:\n{error}")
     except DataError as error:
         return fail(str(error))
-    train(config)
-    return 0
+    return train_or_tell(config)

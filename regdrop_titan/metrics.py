@@ -1,24 +1,30 @@
 """What a run logs: `metrics.jsonl` and `validation.jsonl` (one object a step), `loss.png`, progress on the console.
 
-TensorBoard and W&B are TorchTitan's, switched by its `[metrics]` section.
+TensorBoard and W&B are switched by TorchTitan's `[metrics]` section. Unlike there, a run that is resumed goes on in the
+same run of theirs.
 """
 
 import json
 import math
 import os
 import time
+import uuid
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
 from torchtitan.components import metrics as titan_metrics
 from torchtitan.tools.logging import logger
 
+from .checkpoints.safety import steps_in
+from .files import free_name, write_whole
 from .models import DecoderArgs
 
 METRICS_FILE = "metrics.jsonl"
+WANDB_ID_FILE = "wandb_run_id"
 VALIDATION_FILE = "validation.jsonl"
 
 
@@ -52,15 +58,10 @@ class StepLog:
         if not records:
             return
         if step == 0:
-            n = 1
-            while (older := self.path.with_name(f"{self.path.stem}.{n}{self.path.suffix}")).exists():
-                n += 1
-            self.path.rename(older)
+            self.path.rename(free_name(self.path, self.path.stem + ".{n}" + self.path.suffix))
             return
         kept = [record for record in records if record["step"] <= step]
-        partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        os.replace(partial, self.path)
+        write_whole(self.path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 class JsonLinesLogger(titan_metrics.BaseLogger):
@@ -95,27 +96,88 @@ class JsonLinesLogger(titan_metrics.BaseLogger):
         }
         if not math.isnan(metrics["mfu(%)"]):
             record["mfu"] = metrics["mfu(%)"] / 100
-        self.training.append(record)
+        # of a step that was skipped: JSON has no NaN
+        self.training.append({k: None if v != v or abs(v) == math.inf else v for k, v in record.items()})
+
+    def rewind(self, step: int) -> None:
+        self.training.rewind(step)
+        self.validation.rewind(step)
+
+
+class TensorBoardLogger(titan_metrics.BaseLogger):
+    """One TensorBoard run in `folder` over all starts. TorchTitan names a folder after the time of the start, so that
+    every resume is a run of its own there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.writer: SummaryWriter | None = None
+
+    def rewind(self, step: int) -> None:
+        """Go on after `step`: TensorBoard forgets what was written of later ones."""
+        self.writer = SummaryWriter(str(self.folder), max_queue=1000, purge_step=step + 1)
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        assert self.writer is not None
+        for key, value in metrics.items():
+            self.writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+def start_wandb(job_config, folder: Path) -> titan_metrics.WandBLogger:
+    """W&B, under the id that the run in `folder` began with; another run, without a checkpoint to go on from, has
+    another id. `WANDB_RUN_ID` in the environment wins. W&B ignores steps that it has already: a resumed run repeats
+    them bit for bit."""
+    file = folder / WANDB_ID_FILE
+    if not (file.exists() and steps_in(Path(job_config.job.dump_folder) / job_config.checkpoint.folder)):
+        write_whole(file, uuid.uuid4().hex[:12] + "\n")
+    names = {"WANDB_RUN_ID": file.read_text().strip(), "WANDB_RESUME": "allow"}
+    ours = {name: value for name, value in names.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        return titan_metrics.WandBLogger(str(folder), job_config)
+    finally:
+        for name in ours:
+            del os.environ[name]
+
+
+def build_loggers(job_config, parallel_dims, tag: str | None = None) -> titan_metrics.LoggerContainer:
+    """The loggers of this rank: files on the one that knows the loss, TensorBoard and W&B there or on all."""
+    config = job_config.metrics
+    folder, rank = Path(job_config.job.dump_folder), torch.distributed.get_rank()
+    loggers = titan_metrics.LoggerContainer()
+    writes = rank == titan_metrics._get_metrics_rank(parallel_dims, job_config)
+    if writes or config.save_for_all_ranks:
+        own = folder / f"rank_{rank}" if config.save_for_all_ranks else folder
+        own.mkdir(parents=True, exist_ok=True)
+        if config.enable_wandb:
+            try:
+                loggers.add_logger(start_wandb(job_config, own))
+            except Exception as error:  # no account, no network: nothing that should end a run
+                logger.error(f"W&B does not log this run: {error}")
+        if config.enable_tensorboard:
+            loggers.add_logger(TensorBoardLogger(own / config.save_tb_folder))
+    if writes:
+        loggers.add_logger(JsonLinesLogger(folder, parallel_dims.world_size))
+    return loggers
+
+
+titan_metrics._build_metric_logger = build_loggers  # what TorchTitan's processor calls
 
 
 class MetricsProcessor(titan_metrics.MetricsProcessor):
     """TorchTitan's, with the log files and a line of progress. One rank writes: the one that knows the loss."""
 
-    logger: titan_metrics.BaseLogger
+    logger: titan_metrics.LoggerContainer
     num_flops_per_token: float
 
     def __init__(self, job_config, parallel_dims, model_args: DecoderArgs, tag: str | None = None) -> None:
         super().__init__(job_config, parallel_dims, tag)
         self.folder = Path(job_config.job.dump_folder)
-        self.json_lines: JsonLinesLogger | None = None
-        metrics_rank = titan_metrics._get_metrics_rank(parallel_dims, job_config)
-        if torch.distributed.get_rank() == metrics_rank:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.json_lines = JsonLinesLogger(self.folder, parallel_dims.world_size)
-            loggers = titan_metrics.LoggerContainer()
-            loggers.add_logger(self.logger)  # TensorBoard and W&B
-            loggers.add_logger(self.json_lines)
-            self.logger = loggers
+        loggers = self.logger._loggers
+        self.json_lines = next((found for found in loggers if isinstance(found, JsonLinesLogger)), None)
         self._first: tuple[int, float] | None = None  # step and time of this process's first logged step
         self.model_args = model_args
         self.seq_len = job_config.training.seq_len
@@ -123,12 +185,13 @@ class MetricsProcessor(titan_metrics.MetricsProcessor):
         self._interval = [0.0, 0.0]  # dense and saved FLOPs since the last log
         self._layer_dropout: dict[str, float] = {}
         self.extra: dict[str, float] = {}  # what the trainer adds to a step's record
+        self.last: dict[str, float] = {}  # loss and tokens of the last logged step
 
     def rewind(self, step: int) -> None:
-        """Make the log files end at `step`, where training goes on."""
-        if self.json_lines is not None:
-            self.json_lines.training.rewind(step)
-            self.json_lines.validation.rewind(step)
+        """Make the logs end at `step`, where training goes on."""
+        for found in self.logger._loggers:
+            if isinstance(found, JsonLinesLogger | TensorBoardLogger):
+                found.rewind(step)
 
     def count_layer_dropout(self, rates: Tensor, keep: Tensor) -> None:
         """Account for one step's layer dropout: rates (L,), keep (sequences, L) or (sequences, L, 2)."""
@@ -166,6 +229,7 @@ class MetricsProcessor(titan_metrics.MetricsProcessor):
             self.json_lines.flops_per_token = dense_per_token
             self.json_lines.extra = self._layer_dropout | self.extra
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+        self.last = {"loss": global_avg_loss, "tokens": extra_metrics["n_tokens_seen"]}
         self.num_flops_per_token = dense_per_token
         if self._layer_dropout:
             now = self._layer_dropout
@@ -180,6 +244,23 @@ class MetricsProcessor(titan_metrics.MetricsProcessor):
         steps = self.job_config.training.steps
         left = (time.perf_counter() - first_time) / (step - first_step) * (steps - step)
         logger.info(f"{step} of {steps} steps ({100 * step / steps:.0f} %), {timedelta(seconds=round(left))} left")
+
+    def summarize(self, step: int, seconds: float, checkpoint: str | None) -> None:
+        """Print what the run has come to."""
+        lines = {"steps": f"{step:,} of {self.job_config.training.steps:,}"}
+        if self.last:
+            dense = self.last["tokens"] * self.num_flops_per_token
+            lines["tokens"] = f"{int(self.last['tokens']):,} at the last logged step"
+            lines["loss"] = f"{self.last['loss']:.4f}"
+            lines["FLOPs"] = f"{dense - self.flops_saved:.3e} executed"
+            if self.flops_saved:
+                lines["FLOPs"] += f", {100 * self.flops_saved / dense:.1f} % of {dense:.3e} saved by layer dropout"
+        if skipped := self.extra.get("skipped_steps"):
+            lines["skipped"] = f"{skipped:,.0f} steps, for a loss or gradient norm that was not finite"
+        lines["time"] = f"{timedelta(seconds=round(seconds))}, all starts together"
+        lines["checkpoint"] = checkpoint or "none"
+        lines["logs"] = str(self.folder)
+        logger.info("The run so far:\n" + "\n".join(f"  {name:<11}{value}" for name, value in lines.items()))
 
     def close(self) -> None:
         super().close()
@@ -200,7 +281,8 @@ def plot_loss(records: list[dict], validation: list[dict], path: Path) -> None:
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    axes.plot([r["step"] for r in records], [r["loss"] for r in records], label="training")
+    losses = [math.nan if r["loss"] is None else r["loss"] for r in records]  # a step that was skipped leaves a gap
+    axes.plot([r["step"] for r in records], losses, label="training")
     if validation:
         axes.plot([r["step"] for r in validation], [r["loss"] for r in validation], "o-", label="validation")
         for key in sorted({key for r in validation for key in r if key.startswith("loss_")}, key=_multiple):

@@ -3,29 +3,39 @@
 import contextlib
 import dataclasses
 import json
-import os
+import math
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torchtitan
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.tensor import DTensor
 from torchtitan import train as titan_train
 from torchtitan.components.loss import LossFunction, build_cross_entropy_loss, cross_entropy_loss
 from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
-from . import __version__
 from .checkpoints.manager import CheckpointManager
 from .config import JobConfig
+from .config.resume import data_identity, differences, previous_config, write_config
 from .data import copying
-from .data.loader import TrainingLoader
+from .data.loader import Batch, TrainingLoader
 from .data.mixture import Mixture
+from .data.packed import DataError
 from .models.positions import document_ids
 from .plan import planned_flops
 from .regularization import keep_mask
 from .seeds import derive_seed
+from .signals import StopSignals
+from .startup import check_ranks_agree, versions
+
+
+class NonFiniteError(Exception):
+    """A loss or gradient norm that is not finite; the weights are those of the step before."""
 
 
 class TokenLoss:
@@ -59,12 +69,23 @@ def build_tokenizer(job_config: JobConfig) -> BaseTokenizer | None:
 
 
 class Trainer(titan_train.Trainer):
-    """One training run. `train()` resumes from the newest checkpoint in `job.dump_folder`, if there is one."""
+    """One training run. `train()` resumes from the newest checkpoint in `job.dump_folder`, if there is one.
 
-    def __init__(self, job_config: JobConfig) -> None:
+    Args:
+        signals: asked at every step boundary whether to stop; the default never does.
+    """
+
+    def __init__(self, job_config: JobConfig, signals: StopSignals | None = None) -> None:
         job_config.debug.seed = job_config.training.seed
         titan_train.CheckpointManager = CheckpointManager  # TorchTitan's trainer builds the one its module names
         super().__init__(job_config)
+        self.signals = signals or StopSignals("")
+        self.stopped_by = 0  # number of the signal at which all ranks agreed to stop
+        self.saved = False  # what there was to save when the run ended
+        self.gloo = torch.distributed.new_group(backend="gloo")  # to agree without a word to the GPU
+        self.skipped = self.skipped_in_row = 0  # steps, for their loss or gradients
+        self.losses: list[torch.Tensor] = []  # this rank's, of the step's micro-batches
+        self.begun, self.seconds_before = time.monotonic(), 0.0
         self.stepped = self.masks_agreed = False
         self.micro_batch = -1  # of the step's accumulation, 0-based
         dims = self.parallel_dims
@@ -84,13 +105,27 @@ class Trainer(titan_train.Trainer):
         self.model_args.eos_id = self.eos_id()
         if dims.pp_enabled:
             self.seed_pipeline_forwards()
+        self.config_before = previous_config(job_config)
+        self.config_now = self.config_record()
+        torch.distributed.barrier()  # all have read the old one
         if torch.distributed.get_rank() == 0:
-            self.write_config()
+            write_config(Path(job_config.job.dump_folder), self.config_now)
         if job_config.layer_dropout.p_max > 0:
             rates = job_config.layer_dropout.rates(job_config, self.model_args.n_layers, 0).tolist()
             logger.info("Layer dropout at the first step, by layer: " + " ".join(f"{rate:.3f}" for rate in rates))
         if isinstance(self.samples, Mixture):
             self.samples.log(job_config.training.steps * self.sequences)
+
+    def init_distributed(self) -> ParallelDims:
+        dims = super().init_distributed()
+        check_ranks_agree(self.job_config)
+        return dims
+
+    def agree(self, value: int) -> int:
+        """The largest `value` of all ranks."""
+        largest = torch.tensor([value])
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=self.gloo)
+        return int(largest.item())
 
     def eos_id(self) -> int:
         """The end-of-text id of the training data."""
@@ -98,31 +133,17 @@ class Trainer(titan_train.Trainer):
             return self.tokenizer.eos_id or 0
         if self.job_config.training.dataset == "copying":
             return copying.END
-        return self.data_manifest()["eos_id"]
+        return self.samples.sources[0].dataset.tokens.manifest["eos_id"]
 
-    def data_manifest(self) -> dict[str, Any]:
-        """Of the packed training set; of a mixture's first, whose tokenizer the others share."""
-        return self.samples.sources[0].dataset.tokens.manifest
-
-    def write_config(self) -> None:
-        """Leave the resolved configuration in the dump folder: it names the model for every later command."""
-        folder = Path(self.job_config.job.dump_folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        config = {
+    def config_record(self) -> dict[str, Any]:
+        """The resolved configuration, for `config.json`: it names the model and the data for every later command."""
+        return {
             **self.job_config.to_dict(),
             "model_args": dataclasses.asdict(self.model_args),
-            # evaluation refuses data of another tokenizer
-            "tokenizer": self.data_manifest()["tokenizer"] if self.job_config.training.dataset == "packed" else None,
+            **data_identity(self.job_config),
             "flops": planned_flops(self.job_config, self.sequences * self.job_config.training.seq_len),
-            "versions": {
-                "regdrop_titan": __version__,
-                "torchtitan": torchtitan.__version__,
-                "torch": torch.__version__,
-            },
+            "versions": versions(),
         }
-        partial = folder / "config.json.partial"
-        partial.write_text(json.dumps(config, indent=2) + "\n")
-        os.replace(partial, folder / "config.json")
 
     # Dropout ---------------------------------------------------------------------------------------------------
 
@@ -192,27 +213,142 @@ class Trainer(titan_train.Trainer):
         """All ranks must have drawn the same mask: two tensor-parallel ranks that drop different sequences give a
         wrong result and no error. Checked once a process; later steps follow from the same inputs."""
         digest = derive_seed(self.keep.numpy().tobytes().hex()) >> 1
-        low = torch.tensor([digest, -digest], dtype=torch.int64, device=self.device)
-        torch.distributed.all_reduce(low, torch.distributed.ReduceOp.MIN)
-        if low[0] != -low[1]:
+        if self.agree(digest) != -self.agree(-digest):
             raise RuntimeError(
                 f"rank {torch.distributed.get_rank()}: the ranks drew different layer-dropout masks at step "
                 f"{self.step}; they must have the same configuration, training.seed and versions"
             )
 
+    # Before the first step -------------------------------------------------------------------------------------
+
+    def rehearse(self) -> None:
+        """One forward and backward of a made micro-batch of the real shape, all layers kept: what does not fit into
+        memory or does not compile fails here, before a checkpoint is loaded or data are read. It leaves no trace."""
+        training, args = self.job_config.training, self.model_args
+        B, S = training.local_batch_size, training.seq_len
+        tokens = torch.arange(B * S, device=self.device).remainder(args.vocab_size).view(B, S)
+        self.micro_batch, self.keep = -1, None
+        layer_dropout = self.job_config.layer_dropout
+        if layer_dropout.p_max > 0:
+            sublayers = (2,) if layer_dropout.unit == "sublayer" else ()
+            self.keep = torch.ones(self.sequences, args.n_layers, *sublayers, dtype=torch.bool)
+            self.scale = [1.0] * args.n_layers if layer_dropout.scale == "inverse_density" else None
+        begun = time.perf_counter()
+        labels_of_all = torch.tensor(float(B * S * self.dp_degree), device=self.device)
+        self.forward_backward_step(input_dict={"input": tokens}, labels=tokens, global_valid_tokens=labels_of_all)
+        self.optimizers.zero_grad()
+        self.losses.clear()
+        logger.info(
+            f"A made batch of {B} x {S} tokens went forward and backward in {time.perf_counter() - begun:.1f} s"
+        )
+        self.metrics_processor.time_last_log = time.perf_counter()
+
+    def batch_generator(self, data_iterable) -> Iterator[Batch]:
+        for input_dict, labels in super().batch_generator(data_iterable):
+            if not self.stepped:
+                self.check_tokens(input_dict["input"])
+            yield input_dict, labels
+
+    def check_tokens(self, tokens: torch.Tensor) -> None:
+        """Raise DataError for tokens outside of the vocabulary, which a GPU reports by a failed assertion only."""
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.model_args.vocab_size:
+            raise DataError(
+                f"rank {torch.distributed.get_rank()}: the first batch has tokens {low} ... {high}, the model a "
+                f"vocabulary of {self.model_args.vocab_size} (0 ... {self.model_args.vocab_size - 1}); "
+                "set architecture.vocab_size, or the tokenizer that the model was made for"
+            )
+
+    def begin(self) -> None:
+        """The checkpoint is loaded, and this process's first step begins."""
+        self.metrics_processor.rewind(self.step - 1)
+        changed = differences(self.config_before, self.config_now) if self.step > 1 and self.config_before else []
+        if changed:
+            logger.info(
+                f"{len(changed)} settings differ from the run's config.json; the new ones hold from step {self.step} "
+                "on:\n" + "\n".join(f"  {line}" for line in changed)
+            )
+
     # Steps -----------------------------------------------------------------------------------------------------
 
     def train_step(self, data_iterator) -> None:
-        if not self.stepped:  # the checkpoint is loaded by now, and this process's first step begins
-            self.metrics_processor.rewind(self.step - 1)
-            self.stepped = True
+        if not self.stepped:
+            self.begin()
         self.micro_batch = -1
+        self.losses.clear()
         self.checkpointer.raise_failed_save()
         self.set_dropout_rate()
         self.draw_layer_masks()
         if isinstance(self.samples, Mixture):
             self.metrics_processor.extra["epochs"] = self.samples.epochs(self.dataloader.consumed + self.sequences)
-        super().train_step(data_iterator)
+        if self.job_config.training.on_nonfinite == "skip":
+            self.metrics_processor.extra["skipped_steps"] = self.skipped
+        try:
+            with self.checked_gradients():
+                super().train_step(data_iterator)
+            self.skipped_in_row = 0
+        except NonFiniteError as error:
+            self.skip_update(error)
+        self.stepped = True
+
+    @contextlib.contextmanager
+    def checked_gradients(self) -> Iterator[None]:
+        """Raise NonFiniteError, on all ranks alike, between the backward pass and the optimizer's step. TorchTitan
+        does both in one function and steps whatever the gradients are; between them it clips."""
+        clip = dist_utils.clip_grad_norm_
+
+        def clip_and_check(*args, **kwargs) -> torch.Tensor:
+            norm = clip(*args, **kwargs)
+            self.check_finite(norm)
+            return norm
+
+        dist_utils.clip_grad_norm_ = clip_and_check
+        try:
+            yield
+        finally:
+            dist_utils.clip_grad_norm_ = clip
+
+    def check_finite(self, grad_norm: torch.Tensor) -> None:
+        losses = [loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in self.losses]
+        loss, norm = torch.stack([torch.stack(losses).sum().reshape(()), grad_norm.reshape(())]).tolist()
+        # the norm is the same on every rank, a loss is a rank's own
+        worst = self.agree(
+            0 if math.isfinite(loss + norm) else 1 if math.isfinite(loss) else 2 + torch.distributed.get_rank()
+        )
+        if worst:
+            where = f"the loss is not finite on rank {worst - 2}" if worst > 1 else f"the gradient norm is {norm}"
+            raise NonFiniteError(f"step {self.step}: {where}")
+
+    def skip_update(self, error: NonFiniteError) -> None:
+        """Go on behind a step that left the weights alone, or end the run."""
+        training = self.job_config.training
+        advice = (
+            f"its update was left out, the weights are those of step {self.step - 1}. The same command goes on from "
+            "the newest checkpoint and meets the same data again: lower optimizer.lr, or change training.seed for "
+            "another order of the data"
+        )
+        if training.on_nonfinite == "stop":
+            raise NonFiniteError(f"{error}; {advice}, or set training.on_nonfinite = 'skip'")
+        self.skipped += 1
+        self.skipped_in_row += 1
+        if self.skipped_in_row > training.max_skips:
+            raise NonFiniteError(f"{error}; it is number {self.skipped_in_row} in a row (training.max_skips); {advice}")
+        logger.info(f"{error}: its update is left out ({self.skipped} so far, {self.skipped_in_row} in a row)")
+        self.metrics_processor.extra["skipped_steps"] = self.skipped
+        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        self.lr_schedulers.step()  # rates are functions of the step
+        if self.metrics_processor.should_log(self.step):
+            extra = {"n_tokens_seen": self.ntokens_seen * self.dp_degree, "lr": lr}
+            self.metrics_processor.log(self.step, math.nan, math.nan, math.nan, extra)
+
+    def should_continue_training(self) -> bool:
+        if not super().should_continue_training():
+            return False
+        self.stopped_by = self.agree(self.signals.received)
+        if self.stopped_by:
+            # at once: who sent the signal may not wait long. A run without a step has nothing to save
+            self.saved = self.checkpointer.enable and (self.step == 0 or self.checkpointer.save_now(self.step))
+        return not self.stopped_by
 
     def post_dataloading_process(self, input_dict, labels):
         inputs, labels, extra_inputs, extra_kwargs = super().post_dataloading_process(input_dict, labels)
@@ -235,11 +371,21 @@ class Trainer(titan_train.Trainer):
             loss = super().forward_backward_step(input_dict=input_dict, labels=labels, global_valid_tokens=1.0)
         finally:
             self.loss_fn.denominator = None
+        self.losses.append(loss.detach())
         return loss / self.replicas
 
     @record
     def train(self) -> None:
+        """Train to `training.steps`, or to the step at which a signal came: `stopped_by` then has its number, and
+        `saved` says whether the run can go on from there."""
+        self.rehearse()
         super().train()
+        if self.stepped or self.stopped_by:
+            self.metrics_processor.summarize(self.step, self.seconds(), self.checkpointer.current)
+
+    def seconds(self) -> float:
+        """Time that this run has taken, over all its starts up to the checkpoints they went on from."""
+        return self.seconds_before + time.monotonic() - self.begun
 
     # State -----------------------------------------------------------------------------------------------------
 
@@ -250,7 +396,13 @@ class Trainer(titan_train.Trainer):
             "step": self.step,
             "ntokens_seen": self.ntokens_seen * self.dp_degree,
             "run": json.dumps(
-                {"seed": self.job_config.training.seed, "flops_saved": self.metrics_processor.flops_saved}
+                {
+                    "seed": self.job_config.training.seed,
+                    "flops_saved": self.metrics_processor.flops_saved,
+                    "skipped": self.skipped,
+                    "skipped_in_row": self.skipped_in_row,
+                    "seconds": self.seconds(),
+                }
             ),
         }
 
@@ -259,8 +411,9 @@ class Trainer(titan_train.Trainer):
         self.ntokens_seen = state_dict["ntokens_seen"] // self.dp_degree
         run = json.loads(state_dict["run"])
         self.metrics_processor.flops_saved = run["flops_saved"]
+        # older checkpoints have no more than this
+        self.skipped, self.skipped_in_row = run.get("skipped", 0), run.get("skipped_in_row", 0)
+        self.seconds_before = run.get("seconds", 0.0)
         saved, now = run["seed"], self.job_config.training.seed
         if saved != now:
-            logger.warning(
-                f"training.seed was {saved} when the checkpoint was written and is {now}: data order and masks change"
-            )
+            logger.info(f"training.seed was {saved} in the checkpoint and is {now}: the data's order and masks change")

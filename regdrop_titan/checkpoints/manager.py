@@ -9,13 +9,17 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import AsyncMode
 from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
+from torchtitan.components.lr_scheduler import LRSchedulersContainer
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
 
-from .safety import METADATA, CheckpointError, causes, check_complete, load_state, steps_in, survey
+from ..files import free_name
+from .safety import METADATA, CheckpointError, SaveError, causes, check_complete, load_state, steps_in, survey
 
 DELETING = ".deleting"  # suffix of a folder that retention has given up
 
@@ -24,10 +28,21 @@ class CheckpointManager(TitanCheckpointManager):
     """Takes TorchTitan's arguments; `checkpoint_config` also has `keep_every`."""
 
     save_future: Future | None
+    current: str | None = None  # the folder that this process loaded or saved last
 
-    def __init__(self, *args: Any, checkpoint_config: Any, **kwargs: Any) -> None:
-        super().__init__(*args, checkpoint_config=checkpoint_config, **kwargs)
+    def __init__(
+        self,
+        *args: Any,
+        checkpoint_config: Any,
+        optimizers: OptimizersContainer,
+        lr_schedulers: LRSchedulersContainer,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            *args, checkpoint_config=checkpoint_config, optimizers=optimizers, lr_schedulers=lr_schedulers, **kwargs
+        )
         self.keep_every: int = checkpoint_config.keep_every
+        self.optimizers, self.lr_schedulers = optimizers, lr_schedulers
 
     # Loading ---------------------------------------------------------------------------------------------------
 
@@ -48,8 +63,35 @@ class CheckpointManager(TitanCheckpointManager):
             return False
         path, model_only = choice[0]
         logger.info(f"Loading {'the model of ' if model_only else ''}{path}")
+        configured = [
+            {name: value for name, value in group.items() if name != "params"}
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        ]
         self.dcp_load(self._states_to_load(model_only), path, from_hf=False, from_quantized=False)
+        self._restore_configuration(configured)
+        self.current = path
         return True
+
+    def _restore_configuration(self, configured: list[dict[str, Any]]) -> None:
+        """A checkpoint holds the optimizer's learning rate, betas and weight decay and the schedule's base rates, and
+        loading puts them in place of the configuration's: put those back, at the step that was loaded."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        for group, own in zip(groups, configured, strict=True):
+            group.update(own)
+        saved = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        for optimizer, scheduler in zip(self.optimizers, self.lr_schedulers, strict=True):
+            scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+            rates = [
+                base * factor(scheduler.last_epoch)
+                for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+            ]
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            scheduler._last_lr = rates
+        now = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        if now != saved:
+            logger.info(f"The next step's learning rate is {now:.4g}; by the checkpoint it would have been {saved:.4g}")
 
     def _choose(self, step: int) -> tuple[str, bool] | CheckpointError | None:
         """What to load, and whether only its model."""
@@ -89,9 +131,21 @@ class CheckpointManager(TitanCheckpointManager):
         if last_step and self._should_save(curr_step, last_step):
             self._purge_stale_checkpoints()  # TorchTitan does so after every save but the last
 
+    @torch.no_grad()
+    def save_now(self, step: int) -> bool:
+        """Save all that a resume needs, whatever the interval and unless that is done. Returns whether it is saved."""
+        if not self._should_save(step, last_step=True):
+            return False
+        self._async_wait()
+        path = self._create_checkpoint_id(step)
+        if self.current != path:
+            self.dcp_save(self._flattened_model_states_sd(), path, AsyncMode.DISABLED, enable_garbage_collection=True)
+            self._purge_stale_checkpoints()
+        return True
+
     def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
         self._set_aside(Path(checkpoint_id))
-        self.saving = checkpoint_id
+        self.current = checkpoint_id
         try:
             return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
         except CheckpointException as error:  # a BaseException
@@ -109,9 +163,7 @@ class CheckpointManager(TitanCheckpointManager):
                     check_complete(folder)
                 except CheckpointError:
                     continue  # of a save that was killed: written over, or left as it is
-                n = 1
-                while (aside := folder.with_name(f"{folder.name}.replaced-{n}")).exists():
-                    n += 1
+                aside = free_name(folder, folder.name + ".replaced-{n}")
                 folder.rename(aside)
                 logger.warning(f"{folder} is of a branch that this run rolled back: kept as {aside.name}")
         dist.barrier()
@@ -122,8 +174,8 @@ class CheckpointManager(TitanCheckpointManager):
         if future is not None and future.done() and (error := future.exception()) is not None:
             raise self._failed(error) from error
 
-    def _failed(self, error: BaseException) -> CheckpointError:
-        return CheckpointError(f"{self.saving}: could not be saved: {causes(error)}")
+    def _failed(self, error: BaseException) -> SaveError:
+        return SaveError(f"{self.current}: could not be saved: {causes(error)}")
 
     def _async_wait(self) -> None:
         if self.async_mode == AsyncMode.ASYNC and self.save_future is not None:

@@ -40,6 +40,10 @@ class CheckpointError(Exception):
     """A checkpoint that cannot be read; the message names the folder and what was expected."""
 
 
+class SaveError(CheckpointError):
+    """A checkpoint that could not be written; those before it are untouched."""
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_torch_value = module == "torch" and (

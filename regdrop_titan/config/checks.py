@@ -52,7 +52,7 @@ def _range_faults(config: JobConfig) -> list[str]:
     """Values outside of their range. NaN fails every comparison, and so every bound."""
     at_least_one = [
         "training.steps", "training.seq_len", "training.local_batch_size", "training.gc_freq",
-        "metrics.log_freq", "checkpoint.interval", "validation.freq", "validation.seq_len",
+        "training.max_skips", "metrics.log_freq", "checkpoint.interval", "validation.freq", "validation.seq_len",
         "validation.local_batch_size", "validation.context_documents", "parallelism.data_parallel_replicate_degree",
         "parallelism.tensor_parallel_degree", "parallelism.pipeline_parallel_degree",
         "parallelism.context_parallel_degree", "parallelism.pipeline_parallel_microbatch_size",

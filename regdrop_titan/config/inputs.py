@@ -13,6 +13,7 @@ from ..data.packed import DataError, PackedDataset, PackedTokens
 from ..data.stdlib_corpus import SETS
 from ..data.tokenizers import same_tokenizer, tokenizer_hashes
 from ..models.args import FAMILIES, DecoderArgs
+from .resume import refusals
 from .sections import JobConfig, model_args
 
 
@@ -138,4 +139,4 @@ def input_faults(config: JobConfig) -> list[str]:
             faults.append(f"{name}.dataset_path = {path!r}: no such file or folder")
     if any(section.dataset in DATASETS for _, section in sections):
         faults += _tokenizer_faults(config, args)
-    return faults
+    return faults or refusals(config)

@@ -150,6 +150,13 @@ class Training(titan.Training):
     seed: int = 42
     """Of initial weights, data order and dropout masks; at least 0."""
 
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """When a loss or the gradient norm is not finite on any rank: end the run, or leave that step's update out on all
+    of them. Neither reaches the weights."""
+
+    max_skips: int = 10
+    """Of skip: end the run after so many skipped steps in a row, at least 1."""
+
 
 @dataclass
 class Validation(titan.Validation):

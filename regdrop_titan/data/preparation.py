@@ -12,11 +12,9 @@ import contextlib
 import fcntl
 import json
 import multiprocessing
-import os
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +30,8 @@ from filelock import FileLock, Timeout
 from torchtitan.tools.logging import logger
 from tqdm import tqdm
 
+from ..files import write_whole
+from ..signals import StopSignals
 from .packed import FORMAT, MANIFEST, DataError, read_manifest
 from .records import Filter, Recipe, Tokenized, start_worker, tokenize
 from .sources import BLOCK, UNITS, Block, InputFile, UnreadableFile, find_inputs, read_blocks
@@ -49,7 +49,7 @@ class PreparationStopped(Exception):
 
 
 class Signalled(PreparationStopped):
-    """Stopped by SIGINT or SIGTERM."""
+    """Stopped by SIGINT, SIGTERM or SIGUSR1."""
 
 
 @dataclass
@@ -73,14 +73,7 @@ class State:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    """Write `value` so that `path` holds either the old or the new one, whatever happens."""
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
 def _difference(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -111,37 +104,12 @@ def _refuse_other_request(path: Path, then: dict[str, Any], now: dict[str, Any])
         )
 
 
-@contextlib.contextmanager
-def _stop_flag() -> Iterator[Callable[[], bool]]:
-    """Whether SIGINT or SIGTERM came. A second one acts as it would have before."""
-    flag = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield flag.is_set
-        return
-    before: dict[int, Any] = {}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    def stop(number: int, frame: Any) -> None:
-        flag.set()
-        restore()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        before[number] = signal.signal(number, stop)
-    try:
-        yield flag.is_set
-    finally:
-        restore()
-
-
 def _start_pool(workers: int, recipe: Recipe) -> ProcessPoolExecutor:
-    """Workers that Ctrl-C, or a SIGTERM to the whole process group, does not reach: the main process stops them."""
+    """Workers that a signal to the whole process group, as Ctrl-C is, does not reach: the main process stops them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([start_worker.__module__])  # import torch once, not in every worker
     resource_tracker.ensure_running()  # it lifts the mask when it is started
-    ours = {signal.SIGINT, signal.SIGTERM}
+    ours = set(StopSignals.NUMBERS)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ours)  # a child keeps the mask; ours waits until it is lifted
     try:
         forkserver.ensure_running()
@@ -277,7 +245,7 @@ class Preparation:
         )  # fmt: skip
         begun, tokens_before, committed = time.monotonic(), self.state.tokens, time.monotonic()
         try:
-            with bar, _stop_flag() as stopped:
+            with bar, StopSignals("stopping behind this batch") as signals:
                 for batch, results in self.results(pool, 2 * workers + 2):
                     tokenized = iter(results)
                     for index, unit in batch:
@@ -294,7 +262,7 @@ class Preparation:
                         f"{self.state.documents:,} documents, {self.state.tokens:,} tokens, {rate:,.0f} tokens/s",
                         refresh=False,
                     )
-                    if stopped():
+                    if signals.received:
                         self.commit()
                         done = f"{self.state.documents:,} documents"
                         raise Signalled(f"{self.folder}: stopped behind {done}; the same command goes on")

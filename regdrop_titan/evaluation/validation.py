@@ -8,6 +8,7 @@ from itertools import islice
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import BaseValidator
@@ -116,6 +117,10 @@ class Validator(BaseValidator):
             logger.info("long documents: " + ", ".join(f"{k.split('_')[1]} {v:.4f}" for k, v in contexts.items()))
         for part in model_parts:
             part.train()
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    # without a backward pass the last layers stay gathered, and cannot be saved so
+                    module.reshard()
 
     def mean(self, loss_sum: torch.Tensor, tokens: torch.Tensor) -> float:
         """Over the tokens of all ranks."""

@@ -93,7 +93,7 @@ def test_a_step_that_is_not_there(runs, tmp_path, packed):
 
 def test_a_failed_asynchronous_save_is_raised_with_path_and_cause():
     manager = object.__new__(CheckpointManager)
-    manager.enable, manager.saving, manager.save_future = False, "out/checkpoint/step-4", None
+    manager.enable, manager.current, manager.save_future = False, "out/checkpoint/step-4", None
     manager.raise_failed_save()
     manager.save_future = Future()
     manager.raise_failed_save()  # still at work

@@ -40,6 +40,8 @@ def check_initial_weights(trainer: Trainer) -> None:
 def log_masks(trainer: Trainer, path: str) -> None:
     def draw(x, p):
         keep = draw_keep(x, p)
+        if not trainer.step:
+            return keep  # of the made batch before the first step
         digest = hashlib.sha256(keep.numpy().tobytes()).hexdigest()[:16]
         with open(f"{path}.{os.environ['RANK']}", "a") as file:
             file.write(json.dumps([trainer.step, list(keep.shape), digest]) + "\n")
@@ -53,6 +55,8 @@ def log_batches(trainer: Trainer, path: str) -> None:
 
     def logged(*, input_dict, **kwargs):
         loss = step(input_dict=input_dict, **kwargs)
+        if not trainer.step:
+            return loss  # of the made batch before the first step
         with open(f"{path}.{os.environ['RANK']}", "a") as file:
             rows = input_dict["input"].tolist()
             file.write(json.dumps([trainer.step, trainer.micro_batch, trainer.dp_rank, rows]) + "\n")

@@ -1,0 +1,22 @@
+"""Writing a file whole or not at all."""
+
+import os
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` durably so that `path` holds either the old or the new content, whatever happens."""
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def free_name(path: Path, pattern: str) -> Path:
+    """The first name beside `path` that is not taken: `pattern` with n = 1, 2, ... in place of {n}."""
+    n = 1
+    while (free := path.with_name(pattern.format(n=n))).exists():
+        n += 1
+    return free

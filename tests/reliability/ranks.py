@@ -1,0 +1,80 @@
+"""Ranks as plain processes, to be killed: forked from one server that has imported torch, so that a start takes a second.
+
+`train.py` runs in each as under torchrun, and as torchrun does, the others are ended when one has failed.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["regdrop_titan.launch", "regdrop_titan.trainer", "matplotlib.figure"])
+
+
+def _run(rank: int, world_size: int, port: int, args: list[str], output: str, file_limit: int | None) -> None:
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "WANDB_MODE": "offline",
+    }  # fmt: skip
+    file = os.open(f"{output}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    if file_limit is not None:  # a disk that is full: the kernel writes so many bytes of a file, then fails
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+    import torch
+
+    from regdrop_titan.launch import main
+
+    torch.set_num_threads(1)
+    status = main(args)
+    sys.stdout.flush()
+    sys.exit(status)
+
+
+class Ranks:
+    """`world_size` ranks of one run; what rank r prints is appended to `OUTPUT.r`."""
+
+    def __init__(self, world_size: int, args: list[str], output: Path, file_limit: int | None = None) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.output = output
+        self.processes = [
+            CONTEXT.Process(target=_run, args=(rank, world_size, port, args, str(output), file_limit))
+            for rank in range(world_size)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def signal(self, number: int, rank: int | None = None) -> None:
+        """To one rank, or to all."""
+        for process in self.processes if rank is None else [self.processes[rank]]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    @property
+    def alive(self) -> bool:
+        return any(process.is_alive() for process in self.processes)
+
+    def wait(self, seconds: float = 120) -> list[int]:
+        """The exit status of each rank; negative: the signal that ended it. Once one has failed, the others have 20
+        seconds; ranks that then, or after `seconds`, are still there are killed."""
+        end = time.monotonic() + seconds
+        while self.alive and time.monotonic() < end:
+            if any(process.exitcode not in (None, 0) for process in self.processes):
+                end = min(end, time.monotonic() + 20)
+            self.processes[0].join(0.05) if self.processes[0].is_alive() else time.sleep(0.05)
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.join()
+        return [process.exitcode for process in self.processes]
+
+    def said(self) -> str:
+        """All that the ranks have printed so far."""
+        return "".join(path.read_text() for path in sorted(self.output.parent.glob(f"{self.output.name}.*")))
