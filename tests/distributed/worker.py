@@ -1,13 +1,16 @@
 """Runs training cases one after another in one set of ranks; started by `harness.run_cases` under torchrun.
 
-A case is `{"args": [...], "check_init": bool, "masks": file or null,
-"batches": file or null, "other_masks": bool}`. Its results lie in its dump folder; with
-"masks" each rank appends the hash of every dropout mask it draws to `file.RANK`, with "batches" every micro-batch.
+A case is `{"args": [...], "check_init": bool, "masks": file or null, "batches": file or null, "other_masks": bool,
+"unrehearsed": bool, "nonfinite": [what, rank, steps] or null, "omitted": steps or null}`. Its results lie in its dump
+folder; with "masks" each rank appends the hash of every dropout mask it draws to `file.RANK`, with "batches" every
+micro-batch. "nonfinite" makes a loss or gradient infinite or NaN, and an error that ends the run is written to
+`error.RANK`; "omitted" leaves out the optimizer's update of these steps.
 """
 
 import hashlib
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -20,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from regdrop_titan.config import load_config
 from regdrop_titan.models.initialization import canonical_name, initial_value
 from regdrop_titan.regularization import dropout, layer_dropout
-from regdrop_titan.trainer import Trainer
+from regdrop_titan.trainer import NonFiniteError, Trainer
 
 # TorchTitan's rank 0 sleeps two seconds at the end of a run
 sys.modules["torchtitan.train"].time = types.SimpleNamespace(sleep=lambda seconds: None, perf_counter=time.perf_counter)
@@ -65,6 +68,31 @@ def log_batches(trainer: Trainer, path: str) -> None:
     trainer.forward_backward_step = logged
 
 
+def inject_nonfinite(trainer: Trainer, what: str, rank: int, steps: list[int]) -> None:
+    """In the second micro-batch of `steps`, on one rank: a loss of NaN (and so its gradients), a loss alone, or one
+    infinite element of one gradient."""
+    step = trainer.forward_backward_step
+    cross_entropy = trainer.loss_fn.cross_entropy
+
+    def injected(**kwargs):
+        hit = trainer.step in steps and trainer.micro_batch == 0 and int(os.environ["RANK"]) == rank
+        trainer.loss_fn.cross_entropy = lambda *a: cross_entropy(*a) * (math.nan if hit and what == "nan" else 1)
+        loss = step(**kwargs)
+        if hit and what == "loss":
+            trainer.losses[-1] = trainer.losses[-1] * math.inf
+        if hit and what == "gradient":
+            gradient = next(p.grad for part in trainer.model_parts for p in part.parameters() if p.grad.numel())
+            (gradient.to_local() if isinstance(gradient, DTensor) else gradient).view(-1)[0] = math.inf
+        return loss
+
+    trainer.forward_backward_step = injected
+
+
+def omit_updates(trainer: Trainer, steps: list[int]) -> None:
+    step = trainer.optimizers.step
+    trainer.optimizers.step = lambda: None if trainer.step in steps else step()
+
+
 def main() -> None:
     logging.getLogger().setLevel(logging.ERROR)
     world_size = int(os.environ["WORLD_SIZE"])
@@ -79,7 +107,16 @@ def main() -> None:
             log_batches(trainer, case["batches"])
         if case.get("other_masks") and os.environ["RANK"] == "1":
             sys.modules["regdrop_titan.trainer"].keep_mask = lambda *a, **k: ~layer_dropout.keep_mask(*a, **k)
-        trainer.train()
+        if case.get("unrehearsed"):
+            trainer.rehearse = lambda: None
+        if case.get("nonfinite"):
+            inject_nonfinite(trainer, *case["nonfinite"])
+        if case.get("omitted"):
+            omit_updates(trainer, case["omitted"])
+        try:
+            trainer.train()
+        except NonFiniteError as error:
+            Path(trainer.job_config.job.dump_folder, f"error.{os.environ['RANK']}").write_text(str(error))
         trainer.close()
     torch.distributed.destroy_process_group()
 

@@ -199,8 +199,8 @@ def main() -> int:
             print(f"{times:4d} x {what}")
     result |= {"seed": given.seed, "seconds": round(time.monotonic() - begun, 1)}
     print(
-        f"{given.faults} faults in {result['seconds']:.0f} s: weights, losses and logs of all {result['steps']} steps are "
-        f"those of the undisturbed run, bit for bit (last loss {result['last_loss']})"
+        f"{given.faults} faults in {result['seconds']:.0f} s: weights, losses and logs of all {result['steps']} steps "
+        f"are those of the undisturbed run, bit for bit (last loss {result['last_loss']})"
     )
     (given.folder / "chaos.json").write_text(json.dumps(result | {"what": dict(chaos.statuses)}, indent=2) + "\n")
     return 0

@@ -1,4 +1,4 @@
-"""Ranks as plain processes, to be killed: forked from one server that has imported torch, so that a start takes a second.
+"""Ranks as plain processes, to be killed. They are forked from a server that has torch, so a start takes a second.
 
 `train.py` runs in each as under torchrun, and as torchrun does, the others are ended when one has failed.
 """
@@ -11,13 +11,22 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["regdrop_titan.launch", "regdrop_titan.trainer", "matplotlib.figure"])
 
 
-def _run(rank: int, world_size: int, port: int, args: list[str], output: str, file_limit: int | None) -> None:
+def _run(
+    rank: int,
+    world_size: int,
+    port: int,
+    args: list[str],
+    output: str,
+    file_limit: int | None,
+    before: Callable[[int], None] | None,
+) -> None:
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port), "WANDB_MODE": "offline",
@@ -25,30 +34,52 @@ def _run(rank: int, world_size: int, port: int, args: list[str], output: str, fi
     file = os.open(f"{output}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    if file_limit is not None:  # a disk that is full: the kernel writes so many bytes of a file, then fails
+    if file_limit is not None:  # the kernel writes so many bytes of a file, then fails
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
     import torch
 
     from regdrop_titan.launch import main
 
     torch.set_num_threads(1)
+    if before is not None:
+        before(rank)
     status = main(args)
     sys.stdout.flush()
     sys.exit(status)
 
 
 class Ranks:
-    """`world_size` ranks of one run; what rank r prints is appended to `OUTPUT.r`."""
+    """`world_size` ranks of one run; what rank r prints is appended to `OUTPUT.r`.
 
-    def __init__(self, world_size: int, args: list[str], output: Path, file_limit: int | None = None) -> None:
+    Args:
+        file_limit: bytes that a file may have, as if the disk were full then.
+        before: called in each rank with its number before `train.py` runs.
+        last_args: arguments that the last rank alone is given.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        args: list[str],
+        output: Path,
+        file_limit: int | None = None,
+        before: Callable[[int], None] | None = None,
+        last_args: Sequence[str] = (),
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.output = output
         self.processes = [
-            CONTEXT.Process(target=_run, args=(rank, world_size, port, args, str(output), file_limit))
+            CONTEXT.Process(
+                target=_run,
+                args=(
+                    rank, world_size, port, [*args, *(last_args if rank == world_size - 1 else ())], str(output),
+                    file_limit, before,
+                ),
+            )
             for rank in range(world_size)
-        ]
+        ]  # fmt: skip
         for process in self.processes:
             process.start()
 
