@@ -6,7 +6,10 @@ python train.py --job.config_file F.toml --plan [--gpus N] [--mfu 0.4] [--peak-t
 
 import sys
 
-from regdrop_titan.launch import main
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        from regdrop_titan.launch import main
+
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # while it starts; once there is something to save, Ctrl-C is one of signals.py's
+        sys.exit(130)

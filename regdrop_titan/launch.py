@@ -67,6 +67,7 @@ def log_on_one_rank(config: JobConfig) -> None:
     pp = parallel.pipeline_parallel_degree
     loss_rank = 0 if parallel.pipeline_parallel_schedule == "ZBVZeroBubble" else world_size // pp * (pp - 1)
     os.environ["LOG_RANK"] = str(loss_rank)
+    os.environ.pop("TORCHELASTIC_ERROR_FILE", None)  # else torchrun prints an error once more, with its traceback
     os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)  # TorchTitan sets its own, and warns of torchrun's
     if int(os.environ["RANK"]) != loss_rank:
         logger.setLevel(logging.WARNING)

@@ -3,13 +3,24 @@
 import os
 import signal
 import socket
+import sys
 import threading
 import time
+from collections.abc import Callable
 
 from torchtitan.tools.logging import logger
 
 STOPPED = 75  # exit status of a run that a signal stopped after saving: EX_TEMPFAIL, run it again to go on
 SAME_REQUEST = 1.0  # seconds; a launcher forwards what the whole process group has received already
+
+
+def interruptible(main: Callable[[], int]) -> int:
+    """The exit status of a script that keeps nothing half done: Ctrl-C ends it with one line."""
+    try:
+        return main()
+    except KeyboardInterrupt:
+        print("interrupted, nothing is written", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 class StopSignals:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor import DTensor
 from torchtitan import train as titan_train
 from torchtitan.components.loss import LossFunction, build_cross_entropy_loss, cross_entropy_loss
@@ -374,7 +373,6 @@ class Trainer(titan_train.Trainer):
         self.losses.append(loss.detach())
         return loss / self.replicas
 
-    @record
     def train(self) -> None:
         """Train to `training.steps`, or to the step at which a signal came: `stopped_by` then has its number, and
         `saved` says whether the run can go on from there."""

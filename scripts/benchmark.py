@@ -38,6 +38,7 @@ from regdrop_titan.data.stdlib_corpus import stdlib_sources
 from regdrop_titan.data.tokenizers import HuggingFaceTokenizer, TiktokenTokenizer, load_tokenizer, train_tokenizer
 from regdrop_titan.models import build_model
 from regdrop_titan.regularization import keep_mask
+from regdrop_titan.signals import interruptible
 
 Step = Callable[[], None]
 
@@ -337,4 +338,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(interruptible(main))

@@ -21,6 +21,7 @@ from regdrop_titan.data.packed import DataError, PackedTokens
 from regdrop_titan.evaluation.copying import evaluate_copying, plot_copying
 from regdrop_titan.evaluation.position_loss import plot_position_loss, position_loss
 from regdrop_titan.models import Decoder
+from regdrop_titan.signals import interruptible
 
 
 class InputError(Exception):
@@ -174,4 +175,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(interruptible(main))

@@ -16,6 +16,7 @@ from regdrop_titan.data.packed import DataError
 from regdrop_titan.data.records import BadRecord, Filter, Recipe, documents
 from regdrop_titan.data.sources import UNITS, UnreadableFile, find_inputs, read_blocks
 from regdrop_titan.data.tokenizers import train_tokenizer
+from regdrop_titan.signals import interruptible
 
 
 def texts(arguments: argparse.Namespace):
@@ -70,4 +71,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(interruptible(main))

@@ -46,6 +46,21 @@ def test_under_torchrun_one_rank_speaks(toml):
     assert "exitcode  : 2" in done.stderr
 
 
+def test_under_torchrun_a_broken_checkpoint_is_told_once(toml, tmp_path):
+    """An error of all ranks after the process group is there: status 2, one message, no traceback."""
+    (tmp_path / "out/checkpoint").mkdir(parents=True)
+    args = ["train.py", "--job.config_file", str(toml), "--job.dump_folder", str(tmp_path / "out"),
+            "--checkpoint.enable", "--training.steps", "1"]  # fmt: skip
+    assert python(*args).returncode == 0
+    # whole by its sizes, but the bytes of its tensors are not what they were
+    (shard,) = (tmp_path / "out/checkpoint/step-1").glob("*.distcp")
+    shard.write_bytes(b"\0" * shard.stat().st_size)
+    done = torchrun(2, *args)
+    assert done.returncode == 1 and "exitcode  : 2" in done.stderr
+    assert done.stderr.count("checkpoint/step-1: cannot be loaded") == 1
+    assert "regdrop_titan/trainer.py" not in done.stderr  # torchrun's own traceback follows
+
+
 def test_a_world_size_that_does_not_fit(toml):
     done = torchrun(2, "train.py", "--job.config_file", str(toml), "--parallelism.data_parallel_shard_degree", "3")
     assert done.stderr.count("does not fit 2 processes") == 1
@@ -92,11 +107,44 @@ def test_what_a_run_leaves(run):
     assert config["model_args"]["vocab_size"] == 256 and config["training"]["steps"] == 6
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [json.loads(line)["step"] for line in (out / "validation.jsonl").read_text().splitlines()] == [1, 4, 6]
-    assert list((out / "tb").rglob("events.out.tfevents.*"))
-    assert list(out.rglob("wandb/offline-run-*"))
     assert "Training starts at step 5" in second.stdout
+    assert "settings differ from the run's config.json; the new ones hold from step 5 on:" in second.stdout
+    assert "  training.steps: 4 -> 6" in second.stdout and "settings differ" not in first.stdout
+    summary = second.stdout.split("The run so far:")[1]
+    for part in ("6 of 6", "1,536", f"{records[-1]['loss']:.4f}", "executed", str(out / "checkpoint/step-6")):
+        assert part in summary
     assert "6 of 6 steps (100 %)" in second.stdout
     assert first.stdout.count("Training starts at step 1") == 1  # one rank logs
+
+
+def test_a_resumed_run_is_one_run_to_tensorboard_and_wandb(run):
+    """Report L7. TensorBoard has each step once, though a line after the last checkpoint was logged by the first."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out, *_ = run
+    assert len(list((out / "tb").glob("events.out.tfevents.*"))) == 2
+    events = EventAccumulator(str(out / "tb"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss_metrics/global_avg_loss")] == [1, 2, 3, 4, 5, 6]
+    ids = {folder.name.rsplit("-", 1)[1] for folder in out.rglob("wandb/offline-run-*")}
+    assert ids == {(out / "wandb_run_id").read_text().strip()}
+    assert len(list(out.rglob("wandb/offline-run-*"))) == 2
+
+
+def test_tensorboard_forgets_what_is_done_again(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from regdrop_titan.metrics import TensorBoardLogger
+
+    for last, steps in ((0, range(1, 9)), (5, range(6, 11))):  # a crash behind step 8, resumed from step 5
+        logger = TensorBoardLogger(tmp_path)
+        logger.rewind(last)
+        for step in steps:
+            logger.log({"loss": last + step}, step)
+        logger.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(s, s if s <= 5 else s + 5) for s in range(1, 11)]
 
 
 def test_data_of_another_tokenizer_are_not_evaluated(run, tmp_path, packed, script, capsys):
