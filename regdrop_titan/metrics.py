@@ -193,6 +193,12 @@ class MetricsProcessor(titan_metrics.MetricsProcessor):
             if isinstance(found, JsonLinesLogger | TensorBoardLogger):
                 found.rewind(step)
 
+    def lacks_validation(self, step: int) -> bool:
+        """Whether this rank writes the logs, and `validation.jsonl` has no record of `step`."""
+        if self.json_lines is None:
+            return False
+        return all(record["step"] != step for record in read_records(self.json_lines.validation.path))
+
     def count_layer_dropout(self, rates: Tensor, keep: Tensor) -> None:
         """Account for one step's layer dropout: rates (L,), keep (sequences, L) or (sequences, L, 2)."""
         tokens = keep.shape[0] * self.seq_len

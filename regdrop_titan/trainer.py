@@ -84,8 +84,8 @@ class Trainer(titan_train.Trainer):
         self.gloo = torch.distributed.new_group(backend="gloo")  # to agree without a word to the GPU
         self.skipped = self.skipped_in_row = 0  # steps, for their loss or gradients
         self.losses: list[torch.Tensor] = []  # this rank's, of the step's micro-batches
-        self.begun, self.seconds_before = time.monotonic(), 0.0
-        self.stepped = self.masks_agreed = False
+        self.started_at, self.seconds_before = time.monotonic(), 0.0
+        self.begun = self.stepped = self.masks_agreed = False
         self.micro_batch = -1  # of the step's accumulation, 0-based
         dims = self.parallel_dims
         self.dp_degree = dims.dp_replicate * dims.dp_shard
@@ -98,6 +98,8 @@ class Trainer(titan_train.Trainer):
             self.maybe_enable_amp = contextlib.nullcontext()  # torch warns of autocast to fp32 on CPU
             if job_config.validation.enable:
                 self.validator.maybe_enable_amp = self.maybe_enable_amp
+        if job_config.validation.enable:
+            self.validator.stop_requested = self.stop_requested
         self.samples = self.dataloader.samples if isinstance(self.dataloader, TrainingLoader) else None
         for part in self.model_parts:
             part.args.eos_id = self.eos_id()
@@ -259,20 +261,22 @@ class Trainer(titan_train.Trainer):
             )
 
     def begin(self) -> None:
-        """The checkpoint is loaded, and this process's first step begins."""
-        self.metrics_processor.rewind(self.step - 1)
-        changed = differences(self.config_before, self.config_now) if self.step > 1 and self.config_before else []
+        """The checkpoint is loaded, and this process goes on behind `self.step`."""
+        self.metrics_processor.rewind(self.step)
+        changed = differences(self.config_before, self.config_now) if self.step and self.config_before else []
         if changed:
             logger.info(
-                f"{len(changed)} settings differ from the run's config.json; the new ones hold from step {self.step} "
-                "on:\n" + "\n".join(f"  {line}" for line in changed)
+                f"{len(changed)} settings differ from the run's config.json; the new ones hold from step "
+                f"{self.step + 1} on:\n" + "\n".join(f"  {line}" for line in changed)
             )
+        validates = self.job_config.validation.enable and self.validator.should_validate(self.step)
+        if self.step and validates and self.agree(int(self.metrics_processor.lacks_validation(self.step))):
+            # a kill or a signal came between the checkpoint and the end of the round
+            self.validator.validate(self.model_parts, self.step)
 
     # Steps -----------------------------------------------------------------------------------------------------
 
     def train_step(self, data_iterator) -> None:
-        if not self.stepped:
-            self.begin()
         self.micro_batch = -1
         self.losses.clear()
         self.checkpointer.raise_failed_save()
@@ -340,14 +344,22 @@ class Trainer(titan_train.Trainer):
             extra = {"n_tokens_seen": self.ntokens_seen * self.dp_degree, "lr": lr}
             self.metrics_processor.log(self.step, math.nan, math.nan, math.nan, extra)
 
-    def should_continue_training(self) -> bool:
-        if not super().should_continue_training():
-            return False
+    def stop_requested(self) -> bool:
+        """Whether a signal has come to any rank."""
         self.stopped_by = self.agree(self.signals.received)
-        if self.stopped_by:
+        return bool(self.stopped_by)
+
+    def should_continue_training(self) -> bool:
+        if not self.begun:
+            self.begin()
+            self.begun = True
+        unfinished = super().should_continue_training()
+        # at the end of a run only a signal that cut the last validation short counts
+        if (unfinished or self.stopped_by) and self.stop_requested():
             # at once: who sent the signal may not wait long. A run without a step has nothing to save
             self.saved = self.checkpointer.enable and (self.step == 0 or self.checkpointer.save_now(self.step))
-        return not self.stopped_by
+            return False
+        return unfinished
 
     def post_dataloading_process(self, input_dict, labels):
         inputs, labels, extra_inputs, extra_kwargs = super().post_dataloading_process(input_dict, labels)
@@ -383,7 +395,7 @@ class Trainer(titan_train.Trainer):
 
     def seconds(self) -> float:
         """Time that this run has taken, over all its starts up to the checkpoints they went on from."""
-        return self.seconds_before + time.monotonic() - self.begun
+        return self.seconds_before + time.monotonic() - self.started_at
 
     # State -----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 TorchTitan 0.2.2 averages batch means and reads on in its stream, so its rounds see other batches.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 import torch
@@ -65,6 +65,7 @@ class Validator(BaseValidator):
         self.metrics_processor = metrics_processor
         self.pp_schedule = pp_schedule
         self.pp_has_first_stage, self.pp_has_last_stage = pp_has_first_stage, pp_has_last_stage
+        self.stop_requested: Callable[[], bool] = lambda: False  # the same on all ranks
         validation = job_config.validation
         self.loader: ValidationLoader | None = None
         most = validation.steps * validation.local_batch_size * dp_world_size  # -1 steps: all of a set
@@ -99,13 +100,25 @@ class Validator(BaseValidator):
         )
         return islice(stream, self.job_config.validation.steps)
 
-    @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        """Log one round. A signal ends it without a record: the next start makes up for it."""
         for part in model_parts:
             part.eval()
+        self.round(model_parts, step)
+        for part in model_parts:
+            part.train()
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    # without a backward pass the last layers stay gathered, and cannot be saved so
+                    module.reshard()
+
+    @torch.no_grad()
+    def round(self, model_parts: list[nn.Module], step: int) -> None:
         loss_sum = torch.zeros((), dtype=torch.float64, device=device_type)
         tokens = torch.zeros((), dtype=torch.int64, device=device_type)
         for input_dict, labels in self.batches():
+            if self.stop_requested():
+                return
             self.metrics_processor.ntokens_since_last_log += labels.numel()
             labels = labels.to(device_type)
             loss = self.batch_loss(model_parts, input_dict["input"].to(device_type), labels)
@@ -115,12 +128,6 @@ class Validator(BaseValidator):
         self.metrics_processor.log_validation(self.mean(loss_sum, tokens), step, contexts)
         if contexts:
             logger.info("long documents: " + ", ".join(f"{k.split('_')[1]} {v:.4f}" for k, v in contexts.items()))
-        for part in model_parts:
-            part.train()
-            for module in part.modules():
-                if isinstance(module, FSDPModule):
-                    # without a backward pass the last layers stay gathered, and cannot be saved so
-                    module.reshard()
 
     def mean(self, loss_sum: torch.Tensor, tokens: torch.Tensor) -> float:
         """Over the tokens of all ranks."""

@@ -142,6 +142,53 @@ def test_without_checkpoints_nothing_is_claimed(run, tmp_path):
     assert "nothing is saved, checkpoints are off" in ranks.said()
 
 
+def test_a_round_of_validation_that_was_cut_is_done_at_the_next_start(run, tmp_path):
+    """By a signal in its middle, at the last step and at another one, and by a kill."""
+    args = ["--training.steps", "2", "--checkpoint.enable", "--checkpoint.interval", "1", "--validation.enable",
+            "--validation.freq", "1"]  # fmt: skip
+    for before, expected in ((terminated_in_validation, [75, 75]), (killed_in_validation, [-9, 1])):
+        for step in (1, 2):
+            ranks = run(*args, before=before)
+            assert ranks.wait() == expected, ranks.said()[-3000:]
+            assert survey(tmp_path / "out/checkpoint")[0][-1] == step and logged(tmp_path) == step
+            assert len(read_records(tmp_path / "out/validation.jsonl")) == step - 1
+        assert run(*args).wait() == [0, 0]
+        rounds = read_records(tmp_path / "out/validation.jsonl")
+        assert [r["step"] for r in rounds] == [1, 2]
+        (tmp_path / "out").rename(tmp_path / before.__name__)
+    assert rounds == read_records(tmp_path / "terminated_in_validation/validation.jsonl")
+
+
+def _in_validation(rank: int, number: int) -> None:
+    """The signal comes to rank 0 in the round of the step that this process does itself."""
+    from regdrop_titan.data.loader import ValidationLoader
+    from regdrop_titan.trainer import Trainer
+
+    batches, init = ValidationLoader.__iter__, Trainer.__init__
+
+    def init_and_keep(self, *args):
+        ValidationLoader.trainer = self
+        init(self, *args)
+
+    def signalled(self):
+        trainer = ValidationLoader.trainer
+        for batch in batches(self):
+            if rank == 0 and trainer.stepped:
+                os.kill(os.getpid(), number)
+                wait_for(lambda: trainer.signals.received)
+            yield batch
+
+    Trainer.__init__, ValidationLoader.__iter__ = init_and_keep, signalled
+
+
+def terminated_in_validation(rank: int) -> None:
+    _in_validation(rank, signal.SIGTERM)
+
+
+def killed_in_validation(rank: int) -> None:
+    _in_validation(rank, signal.SIGKILL)
+
+
 def test_a_signal_before_the_first_step(run, tmp_path):
     """Nothing to save, nothing lost: status 75, and the same command begins."""
     ranks = run("--training.steps", "2", "--checkpoint.enable", before=signalled_by_the_rehearsal)
