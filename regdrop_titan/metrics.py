@@ -202,10 +202,10 @@ class MetricsProcessor(titan_metrics.MetricsProcessor):
     def count_layer_dropout(self, rates: Tensor, keep: Tensor) -> None:
         """Account for one step's layer dropout: rates (L,), keep (sequences, L) or (sequences, L, 2)."""
         tokens = keep.shape[0] * self.seq_len
-        attention, feed_forward = self.model_args.sublayer_flops(self.seq_len)
+        flops = torch.tensor(self.model_args.sublayer_flops(self.seq_len), dtype=torch.float64)  # (L, 2)
         dropped = (~keep).double().mean(0)  # (L,) or (L, 2)
         by_sublayer = dropped if dropped.dim() == 2 else dropped[:, None].expand(-1, 2)
-        saved = tokens * (by_sublayer @ torch.tensor([attention, feed_forward], dtype=torch.float64)).sum().item()
+        saved = tokens * (by_sublayer * flops).sum().item()
         if not self.job_config.layer_dropout.skip_compute:
             saved = 0.0
         self.flops_saved += saved
@@ -225,7 +225,7 @@ class MetricsProcessor(titan_metrics.MetricsProcessor):
             dense = extra_metrics["n_tokens_seen"] * dense_per_token
             self._layer_dropout |= {
                 "flops_executed": dense - self.flops_saved,
-                "flops_saved": self.flops_saved / (dense * self.model_args.layer_flops_share(self.seq_len)),
+                "flops_saved": self.flops_saved / (dense * sum(self.model_args.layer_flops_shares(self.seq_len))),
             }
             extra_metrics = extra_metrics | {f"layer_dropout/{k}": v for k, v in self._layer_dropout.items()}
             # TorchTitan's TFLOP/s and MFU then count what was executed

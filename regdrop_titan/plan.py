@@ -49,21 +49,31 @@ def memory_bytes(config: JobConfig, world_size: int, n_parameters: int) -> dict[
 
     fp32 weights, gradients and two Adam moments, over the ranks that share them; activations at about 34 d + 5 S H
     bytes a token and layer without recomputation (Korthikanti et al. 2205.05198, attention fused: no S H term, and
-    SwiGLU's wider middle), 2 d with full recomputation; logits and their gradient in fp32 and bf16.
+    SwiGLU's wider middle), for Mamba2 what the chunked scan keeps; 2 d with full recomputation; logits and their
+    gradient in fp32 and bf16.
     """
     args, parallel, training = model_args(config), config.parallelism, config.training
     tp, pp = parallel.tensor_parallel_degree, parallel.pipeline_parallel_degree
     shards = data_parallel_degree(config, world_size) // parallel.data_parallel_replicate_degree
     tokens = training.local_batch_size * training.seq_len
     width = 2 if training.mixed_precision_param == "bfloat16" else 4
-    block = width * tokens * (16 * args.dim + 5 * args.ffn_dim) / tp
+    kinds = args.layer_kinds
+    largest = max(args.layer_parameters(kind) for kind in kinds)
+    by_kind = {
+        "attention": width * tokens * (16 * args.dim + 5 * args.ffn_dim) / tp,
+        # a row of each head's decay matrix, in fp32 and twice in the working precision, beside the channels
+        "mamba": tokens
+        * (width * (3 * args.dim + 8 * args.d_inner) + args.ssm_heads * args.chunk_size * (4 + 2 * width))
+        / tp,
+    }
+    block = sum(by_kind[kind] for kind in kinds) / len(kinds)
     kept = {"none": 1.0, "selective": 0.5, "memory_budget": config.activation_checkpoint.memory_budget, "full": 0.0}
     share = kept[config.activation_checkpoint.mode]
     layers = -(-args.n_layers // pp)
     boundary = width * tokens * args.dim / tp
     return {
         "weights, gradients, optimizer": 16 * n_parameters / (shards * tp * pp),
-        "gathered block": width * args.layer_parameters() / tp,
+        "gathered block": width * largest / tp,
         "activations": layers * (share * block + boundary) + (1 - share) * block,
         "logits": tokens * args.vocab_size / tp * (2 * 4 + width),
     }
@@ -87,8 +97,8 @@ def executed_share(config: JobConfig) -> float:
     skips = config.layer_dropout
     if skips.p_max == 0 or not skips.skip_compute:
         return 1.0
-    layers = model_args(config).layer_flops_share(config.training.seq_len)
-    return 1 - layers * sampled_rates(config).mean().item()
+    layers = torch.tensor(model_args(config).layer_flops_shares(config.training.seq_len), dtype=torch.float64)  # (L,)
+    return 1 - (sampled_rates(config).mean(0) * layers).sum().item()
 
 
 def planned_flops(config: JobConfig, tokens_per_step: int) -> dict[str, float]:
@@ -96,7 +106,7 @@ def planned_flops(config: JobConfig, tokens_per_step: int) -> dict[str, float]:
     args = model_args(config)
     dense = args.flops_per_token(config.training.seq_len) * tokens_per_step * config.training.steps
     executed = dense * executed_share(config)
-    layers = dense * args.layer_flops_share(config.training.seq_len)
+    layers = dense * sum(args.layer_flops_shares(config.training.seq_len))
     return {"dense": dense, "executed": executed, "saved_share_of_layers": (dense - executed) / layers}
 
 
@@ -106,7 +116,7 @@ def layer_dropout_rows(config: JobConfig, dp: int, flops: float) -> list[tuple[s
     steps = training.steps
     by_step = sampled_rates(config)
     mean = by_step.mean().item()
-    layers = args.layer_flops_share(training.seq_len)
+    layers = sum(args.layer_flops_shares(training.seq_len))
     executed = flops * executed_share(config)
     method = f"{skips.distribution} over depth, {skips.schedule} over time, p_max = {skips.p_max}, {skips.sampling}"
     rows = [
@@ -152,16 +162,21 @@ def plan(config: JobConfig, world_size: int, mfu: float, peak_tflops: float) -> 
     args, training = model_args(config), config.training
     dp = data_parallel_degree(config, world_size)
     n_parameters, flops_per_token = args.n_parameters(), args.flops_per_token(training.seq_len)
-    embeddings = n_parameters - args.n_layers * args.layer_parameters() - args.dim
+    embeddings = args.vocab_size * args.dim * (1 if args.tied_embeddings else 2)
     sequences = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * dp
     tokens_per_step = sequences * training.seq_len
     tokens = tokens_per_step * training.steps
     flops = flops_per_token * tokens
     hours = flops * executed_share(config) / (world_size * peak_tflops * 1e12 * mfu) / 3600
 
+    positions = args.position + (f", {args.slopes} slopes" if args.position in ("nape", "alibi") else "")
+    if "attention" not in args.layer_kinds:
+        positions = "none but the state's"
+
     rows = [
         ("model", f"{config.model.name} {config.model.flavor}, {args.n_layers} layers, width {args.dim}"),
-        ("positions", args.position + (f", {args.slopes} slopes" if args.position in ("nape", "alibi") else "")),
+        ("layers", ", ".join(f"{args.layer_kinds.count(k)} {k}" for k in sorted(set(args.layer_kinds)))),
+        ("positions", positions),
         ("parameters", f"{n_parameters / 1e6:,.1f} M, {(n_parameters - embeddings) / 1e6:,.1f} M without embeddings"),
         ("dropout", "none" if args.placement == "none" or args.p == 0 else f"{args.placement}, p = {args.p}"),
         ("steps", f"{training.steps:,}"),

@@ -121,9 +121,16 @@ def _parallel_faults(config: JobConfig, args: DecoderArgs, world_size: int | Non
         return []
     faults = []
     tp_key = f"parallelism.tensor_parallel_degree = {tp}"
-    for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
+    kinds = args.layer_kinds
+    sharded = ["n_heads", "n_kv_heads", "ffn_dim"] * ("attention" in kinds) + ["ssm_heads"] * ("mamba" in kinds)
+    for name in (*sharded, "vocab_size"):
         if getattr(args, name) % tp:
-            faults.append(f"{tp_key}: must divide the model's {name} = {getattr(args, name)}")
+            shown = f"{name} = {getattr(args, name)}"
+            if name == "ssm_heads":
+                shown = f"Mamba2 heads, {args.expand} x {args.dim} / {args.ssm_head_dim} = {args.ssm_heads}"
+            faults.append(f"{tp_key}: must divide the model's {shown}")
+    if tp > 1 and "mamba" in kinds and args.n_groups > 1:
+        faults.append(f"{tp_key}: Mamba2 layers need architecture.n_groups = 1, got {args.n_groups}")
     for key, seq_len in (("training", training.seq_len), ("validation", config.validation.seq_len)):
         if seq_len % tp and (key == "training" or config.validation.enable):
             faults.append(f"{tp_key}: must divide {key}.seq_len = {seq_len} (sequence parallel)")

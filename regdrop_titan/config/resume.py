@@ -18,7 +18,10 @@ from ..files import free_name, write_whole
 from .sections import JobConfig, model_args
 
 CONFIG_FILE = "config.json"
-SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "tied_embeddings")
+SHAPE = (
+    "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "tied_embeddings", "layers", "expand",
+    "ssm_head_dim", "state_size", "n_groups", "conv_width",
+)  # fmt: skip
 NO_SETTINGS = ("job", "model_args", "flops", "tokenizer", "data")  # parts of config.json that follow from others
 ELSEWHERE = "train from these weights in a new job.dump_folder with checkpoint.initial_load_path"
 

@@ -15,15 +15,19 @@ from ..regularization.layer_dropout import layer_rates, time_factor
 @dataclass
 class Model(titan.Model):
     name: str = "nape_llama3"
-    """Model family: nape_llama3."""
+    """Model family: nape_llama3, mamba2."""
 
     flavor: str = "debug"
-    """Size of the family: debug, 150M, 400M, 1B, 3B."""
+    """Size of the family. nape_llama3: debug, 150M, 400M, 1B, 3B; mamba2: debug, 45M, 85M, 1.3B."""
 
 
 @dataclass
 class Architecture:
     """Overrides of the flavor. A field left out keeps the flavor's value."""
+
+    layers: str | None = None
+    """Kinds of the layers, "attention" (with a feed-forward layer) or "mamba", from the first on; a pattern that
+    repeats: "mamba,mamba,attention"."""
 
     position: Literal["rope", "nope", "alibi", "nape"] | None = None
     """Positions: rotary, none, ALiBi in all heads, or NAPE (ALiBi in the first half of the heads; LG sec. 5)."""
@@ -63,6 +67,27 @@ class Architecture:
 
     tied_embeddings: bool | None = None
     """One matrix for embedding and head."""
+
+    embedding_std: float | None = None
+    """Standard deviation of the initial embedding, above 0. Absent: the flavor's."""
+
+    expand: int | None = None
+    """Mamba2: inner width over d."""
+
+    ssm_head_dim: int | None = None
+    """Mamba2: channels of a head P; must divide expand d."""
+
+    state_size: int | None = None
+    """Mamba2: state channels N."""
+
+    n_groups: int | None = None
+    """Mamba2: groups G of B and C; must divide the heads, 1 under tensor parallel."""
+
+    conv_width: int | None = None
+    """Mamba2: tokens that the convolution sees, its own included."""
+
+    chunk_size: int | None = None
+    """Mamba2: tokens of a chunk of the scan. Changes speed and memory, not the result."""
 
 
 @dataclass

@@ -3,13 +3,17 @@ parallel, activation checkpointing, compile, then FSDP2, HSDP or DDP. Pipeline s
 TorchTitan's `pipeline_llm`.
 """
 
-from torch import nn
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -31,6 +35,7 @@ from torchtitan.tools.utils import device_type
 from ..config import JobConfig
 from ..models.block import Block, Residual
 from ..models.decoder import Decoder
+from ..models.mamba2 import Mamba2, StateSpace
 
 
 def parallelize(model: Decoder, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
@@ -65,21 +70,78 @@ def sublayer_plan(name: str, residual: Residual) -> dict:
     The residual stream, and with it the norm and every dropout placement, is split along the sequence
     (plain local tensors of (B, S/tp, d)); the inner layer gathers its input and reduce-scatters its output.
     """
-    projections = residual.inner.input_projections
+    inner = residual.inner
     masks_input = residual.placement in ("pre_linear", "vpad")
     n_inputs = residual.n_masks if masks_input else 1
-    (output_projection,) = {
-        child for child, module in residual.inner.named_children() if isinstance(module, nn.Linear)
-    } - set(projections)
+    if isinstance(inner, Mamba2):
+        # B and C, read by the heads of all ranks, are made whole on each
+        projections = {"in_proj.z": ColwiseParallel(), "in_proj.x": ColwiseParallel(), "in_proj.dt": ColwiseParallel(),
+                       "in_proj.bc": Replicated(), "out_proj": RowwiseParallel(output_layouts=Shard(1))}  # fmt: skip
+    else:
+        (output,) = {child for child, module in inner.named_children() if isinstance(module, nn.Linear)} - set(
+            inner.input_projections
+        )
+        projections = {projection: ColwiseParallel() for projection in inner.input_projections}
+        projections |= {output: RowwiseParallel(output_layouts=Shard(1))}
     return {
         # local output: DTensor's own random generator, which dropout would then use, does not support CPU
         f"{name}.norm": SequenceParallel(use_local_output=True),
         f"{name}.inner": PrepareModuleInput(
             input_layouts=(Shard(1),) * n_inputs, desired_input_layouts=(Replicate(),) * n_inputs
         ),
-        **{f"{name}.inner.{projection}": ColwiseParallel() for projection in projections},
-        f"{name}.inner.{output_projection}": RowwiseParallel(output_layouts=Shard(1)),
+        **{f"{name}.inner.{projection}": style for projection, style in projections.items()},
     }
+
+
+class Replicated(ParallelStyle):
+    """A linear layer whose weight every rank holds whole, on replicated DTensors."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh)
+
+
+def distribute_parameters(module: nn.Module, tp_mesh: DeviceMesh, placement: Placement) -> None:
+    """Make DTensors of `module`'s own parameters, which its forward reads as local tensors."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, tp_mesh, [placement])))
+
+
+def shard_mamba2(inner: Mamba2, tp_mesh: DeviceMesh) -> None:
+    """Split the heads: their channels of the convolution and the norm, and their decays. What goes from the replicated
+    B and C to this rank's heads comes back as a part of a gradient, and is summed; so is the gated norm's sum of
+    squares, forward and backward."""
+    inner.heads //= tp_mesh.size()
+    for module in (inner.conv_x, inner.norm, inner.ssm):
+        distribute_parameters(module, tp_mesh, Shard(0))
+    distribute_parameters(inner.conv_bc, tp_mesh, Replicate())
+    group = tp_mesh.get_group()
+    inner.to_heads = lambda t: _SumGradient.apply(t, group)
+    inner.sum_over_ranks = lambda t: _SumGradient.apply(_Sum.apply(t, group), group)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks; the gradient is passed on as it is."""
+
+    @staticmethod
+    def forward(ctx, t: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return funcol.wait_tensor(funcol.all_reduce(t, "sum", group))
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _SumGradient(torch.autograd.Function):
+    """The identity, whose gradient is summed over ranks."""
+
+    @staticmethod
+    def forward(ctx, t: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return funcol.wait_tensor(funcol.all_reduce(gradient.contiguous(), "sum", ctx.group)), None
 
 
 def apply_tensor_parallel(model: Decoder, tp_mesh: DeviceMesh, loss_parallel: bool) -> None:
@@ -107,7 +169,11 @@ def apply_tensor_parallel(model: Decoder, tp_mesh: DeviceMesh, loss_parallel: bo
         )
     for block in model.layers.values():
         assert isinstance(block, Block)
-        block.attention.inner.shard_heads(tp_mesh.get_local_rank(), tp_mesh.size())
+        mixer = block.mixer.inner
+        if isinstance(mixer, Mamba2):
+            shard_mamba2(mixer, tp_mesh)
+        else:
+            mixer.shard_heads(tp_mesh.get_local_rank(), tp_mesh.size())
         plan: dict = {}
         for name, residual in block.named_children():
             assert isinstance(residual, Residual)
@@ -121,6 +187,11 @@ def shard_parameters(model: Decoder, mesh: DeviceMesh, pp_enabled: bool, job_con
     reduce_dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce]
     policy = job_config.parallelism.fsdp_reshard_after_forward
     cpu_offload = job_config.training.enable_cpu_offload
+    for module in model.modules():
+        if isinstance(module, StateSpace):
+            # fp32 all through; small, so gathered once a step. The decoder calls it outside of the block
+            offload: dict = {"offload_policy": CPUOffloadPolicy()} if cpu_offload else {}
+            fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=False, **offload)
     if model.args.tied_embeddings:
         # A tied weight must lie in one FSDP group: the root's, which holds embedding, norm and head.
         fsdp_config: dict = {

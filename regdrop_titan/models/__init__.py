@@ -2,9 +2,20 @@
 
 from .args import FAMILIES, DecoderArgs, Flavors, flavor_args
 from .decoder import Decoder
+from .mamba2 import ssd_scan
 from .positions import alibi_slopes, nape_slopes
 
-__all__ = ["FAMILIES", "Decoder", "DecoderArgs", "Flavors", "alibi_slopes", "build_model", "flavor_args", "nape_slopes"]
+__all__ = [
+    "FAMILIES",
+    "Decoder",
+    "DecoderArgs",
+    "Flavors",
+    "alibi_slopes",
+    "build_model",
+    "flavor_args",
+    "nape_slopes",
+    "ssd_scan",
+]
 
 
 def build_model(name: str, flavor: str, **overrides) -> Decoder:

@@ -21,12 +21,23 @@ class DecoderArgs(BaseModelArgs):
     norm_eps: float = 1e-5
     tied_embeddings: bool = False
 
+    layers: str = "attention"  # kinds of the layers, "attention" or "mamba", a pattern that repeats: "mamba,attention"
+    embedding_std: float | None = None  # of the initial embedding's normal distribution; None: as TorchTitan's Llama-3
+
     position: Literal["rope", "nope", "alibi", "nape"] = "nape"
     slopes: Literal["inverse", "exp2", "press"] = "inverse"
     rope_theta: float = 500_000.0
     sliding_window: int | None = None
     document_mask: bool = False
     eos_id: int = 0
+
+    # Mamba2 layers
+    expand: int = 2  # d_inner = expand d
+    ssm_head_dim: int = 64
+    state_size: int = 128
+    n_groups: int = 1  # of B and C
+    conv_width: int = 4
+    chunk_size: int = 256  # of the scan; changes its speed and memory, not its result
 
     placement: Literal["none", "pre_norm", "pre_linear", "vpad"] = "none"
     p: float = 0.0
@@ -41,14 +52,48 @@ class DecoderArgs(BaseModelArgs):
 
     seed: int = 42  # of the initial weights
 
+    @property
+    def d_inner(self) -> int:
+        return self.expand * self.dim
+
+    @property
+    def ssm_heads(self) -> int:
+        return self.d_inner // self.ssm_head_dim
+
+    @property
+    def layer_kinds(self) -> list[str]:
+        """ "attention" or "mamba", layer by layer."""
+        pattern = [kind.strip() for kind in self.layers.split(",")]
+        return [pattern[layer % len(pattern)] for layer in range(self.n_layers)]
+
     def faults(self) -> list[str]:
         """What is impossible about these arguments, one sentence each, beginning with the field's name."""
-        found = []
-        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
-            if getattr(self, name) < 1:
-                found.append(f"{name} = {getattr(self, name)}: must be at least 1")
+        found = [
+            f"{name} = {getattr(self, name)}: must be at least 1"
+            for name in (
+                "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "expand", "ssm_head_dim",
+                "state_size", "n_groups", "conv_width", "chunk_size",
+            )
+            if getattr(self, name) < 1
+        ]  # fmt: skip
+        pattern = [kind.strip() for kind in self.layers.split(",")]
+        if unknown := [kind for kind in pattern if kind not in ("attention", "mamba")]:
+            found.append(f"layers = {self.layers!r}: {unknown[0]!r} is none of attention, mamba")
         if found:
             return found
+        kinds = self.layer_kinds
+        found += self._attention_faults() if "attention" in kinds else []
+        found += self._mamba_faults() if "mamba" in kinds else []
+        if not self.norm_eps > 0:
+            found.append(f"norm_eps = {self.norm_eps}: must be above 0")
+        if self.embedding_std is not None and not self.embedding_std > 0:
+            found.append(f"embedding_std = {self.embedding_std}: must be above 0")
+        if not 0.0 <= self.p < 1.0:
+            found.append(f"p = {self.p}: must be in [0, 1)")
+        return found
+
+    def _attention_faults(self) -> list[str]:
+        found = []
         if self.dim % self.n_heads:
             found.append(f"dim = {self.dim}: must be a multiple of n_heads = {self.n_heads}")
         elif self.position == "rope" and (self.dim // self.n_heads) % 2:
@@ -62,13 +107,19 @@ class DecoderArgs(BaseModelArgs):
                 f"sliding_window = {self.sliding_window}: must be at least 1 (a query's own key counts); "
                 "leave it out for global attention"
             )
-        if not self.norm_eps > 0:
-            found.append(f"norm_eps = {self.norm_eps}: must be above 0")
         if not self.rope_theta > 0:
             found.append(f"rope_theta = {self.rope_theta}: must be above 0")
-        if not 0.0 <= self.p < 1.0:
-            found.append(f"p = {self.p}: must be in [0, 1)")
         return found
+
+    def _mamba_faults(self) -> list[str]:
+        inner = f"{self.expand} x {self.dim} = {self.d_inner}"
+        if self.d_inner % self.ssm_head_dim:
+            return [f"dim = {self.dim}: d_inner = {inner} must be a multiple of ssm_head_dim = {self.ssm_head_dim}"]
+        if self.ssm_heads % self.n_groups:
+            return [
+                f"n_groups = {self.n_groups}: must divide the {inner} / {self.ssm_head_dim} = {self.ssm_heads} heads"
+            ]
+        return []
 
     def update_from_config(self, job_config, **kwargs) -> None:
         """Take over the `[architecture]`, `[dropout]`, `[layer_dropout]` and `[training]` keys of a job."""
@@ -96,35 +147,58 @@ class DecoderArgs(BaseModelArgs):
         """Dense training FLOPs a token (forward and backward, no recomputation).
 
         6 a weight of every matrix multiplication (a tied head counts, the embedding look-up does not) and
-        12 H head_dim S a layer for scores and values; causal sparsity and windows are not deducted, as in
-        TorchTitan's and PaLM's count.
+        12 H head_dim S an attention layer for scores and values; causal sparsity and windows are not deducted, as in
+        TorchTitan's and PaLM's count. A Mamba2 layer's scan counts as the recurrence: 12 d_inner N to write and read
+        the state, whatever the chunk size.
         """
-        return self.n_layers * sum(self.sublayer_flops(seq_len)) + 6 * (self.vocab_size * self.dim + self.dim)
+        return sum(map(sum, self.sublayer_flops(seq_len))) + 6 * (self.vocab_size * self.dim + self.dim)
 
-    def sublayer_flops(self, seq_len: int) -> tuple[int, int]:
-        """Training FLOPs a token of one block's attention and feed-forward, counted as in `flops_per_token`."""
+    def sublayer_flops(self, seq_len: int) -> list[tuple[int, int]]:
+        """Training FLOPs a token of each block's first and second sublayer, attention and feed-forward, or Mamba2 and
+        nothing; counted as in `flops_per_token`."""
         norm = self.dim
         feed_forward = 3 * self.dim * self.ffn_dim + norm
-        attention = self.layer_parameters() - feed_forward
-        return 6 * attention + 12 * self.dim * seq_len, 6 * feed_forward
+        attention = self.layer_parameters("attention") - feed_forward
+        flops = {
+            "attention": (6 * attention + 12 * self.dim * seq_len, 6 * feed_forward),
+            "mamba": (6 * self.layer_parameters("mamba") + 12 * self.d_inner * self.state_size, 0),
+        }
+        return [flops[kind] for kind in self.layer_kinds]
 
-    def layer_flops_share(self, seq_len: int) -> float:
-        """The layers' share of all training FLOPs: the part of which layer dropout saves its mean rate."""
-        return self.n_layers * sum(self.sublayer_flops(seq_len)) / self.flops_per_token(seq_len)
+    def layer_flops_shares(self, seq_len: int) -> list[float]:
+        """Each layer's share of all training FLOPs: the part of which layer dropout saves its rate."""
+        total = self.flops_per_token(seq_len)
+        return [sum(layer) / total for layer in self.sublayer_flops(seq_len)]
 
     def n_parameters(self) -> int:
         """Parameters in all, by arithmetic (a test compares it with the built model)."""
         embeddings = self.vocab_size * self.dim * (1 if self.tied_embeddings else 2)
-        return embeddings + self.n_layers * self.layer_parameters() + self.dim
+        return embeddings + sum(self.layer_parameters(kind) for kind in self.layer_kinds) + self.dim
 
-    def layer_parameters(self) -> int:
-        """Parameters of one block."""
+    def layer_parameters(self, kind: str) -> int:
+        """Parameters of one block of a kind."""
+        if kind == "mamba":
+            bc = 2 * self.n_groups * self.state_size
+            projections = self.dim * (2 * self.d_inner + bc + self.ssm_heads) + self.d_inner * self.dim
+            return (
+                projections + (self.d_inner + bc) * (self.conv_width + 1) + 3 * self.ssm_heads + self.d_inner + self.dim
+            )
         kv_dim = self.n_kv_heads * (self.dim // self.n_heads)
         attention = 2 * self.dim * self.dim + 2 * self.dim * kv_dim
         return attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
 
 
-# Sizes: 400M is LG's (spec sec. 4); 150M, 1B and 3B keep its shape (head dimension 64, SwiGLU of 4 d, untied).
+def _mamba2(dim: int, n_layers: int, vocab_size: int) -> dict:
+    """A Mamba2 flavor. Heads and feed-forward are those of attention layers that `layers` may put among its own."""
+    heads = dim // 64
+    return {
+        "dim": dim, "n_layers": n_layers, "vocab_size": vocab_size, "layers": "mamba", "tied_embeddings": True,
+        "embedding_std": 0.02, "n_heads": heads, "n_kv_heads": heads, "ffn_dim": 4 * dim,
+    }  # fmt: skip
+
+
+# Sizes of LG (spec sec. 4): nape_llama3 400M, whose shape 150M, 1B and 3B keep (head dimension 64, SwiGLU of 4 d,
+# untied), and mamba2 45M (for the copying task's characters), 85M, 1.3B.
 FAMILIES: dict[str, dict[str, dict]] = {
     "nape_llama3": {
         "debug": {"dim": 128, "n_layers": 4, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 384, "vocab_size": 2048},
@@ -132,6 +206,12 @@ FAMILIES: dict[str, dict[str, dict]] = {
         "400M": {"dim": 768, "n_layers": 24, "n_heads": 12, "n_kv_heads": 12, "ffn_dim": 3072},
         "1B": {"dim": 1536, "n_layers": 16, "n_heads": 24, "n_kv_heads": 24, "ffn_dim": 6144},
         "3B": {"dim": 2560, "n_layers": 22, "n_heads": 40, "n_kv_heads": 40, "ffn_dim": 10240},
+    },
+    "mamba2": {
+        "debug": _mamba2(128, 4, 2048),
+        "45M": _mamba2(768, 12, 30),
+        "85M": _mamba2(768, 12, 50288),
+        "1.3B": _mamba2(2048, 48, 50288),
     },
 }
 

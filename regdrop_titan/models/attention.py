@@ -41,6 +41,7 @@ class AttentionContext:
     block_mask: BlockMask | None = None  # None: plain causal (CUDA)
     window: int | None = None
     documents: Tensor | None = None  # (B, S) where bias and block mask differ by sequence
+    parameters: tuple[Tensor, ...] = ()  # none that the block does not hold itself
 
     def of_rows(self, rows: Tensor | None) -> "AttentionContext":
         """The context of some sequences of the batch: indices (n,), None for all of them."""

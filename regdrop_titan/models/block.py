@@ -13,6 +13,9 @@ from ..regularization.layer_dropout import Kept, scaled, skip
 from .args import DecoderArgs
 from .attention import Attention, AttentionContext
 from .feed_forward import FeedForward
+from .mamba2 import Mamba2, MambaContext
+
+Context = AttentionContext | MambaContext
 
 
 class Residual(nn.Module):
@@ -22,10 +25,10 @@ class Residual(nn.Module):
     In evaluation, and at `p = 0`, every placement is bit for bit the dense sublayer and draws nothing.
     """
 
-    inner: Attention | FeedForward
+    inner: Attention | FeedForward | Mamba2
     rate: Tensor
 
-    def __init__(self, args: DecoderArgs, inner: Attention | FeedForward) -> None:
+    def __init__(self, args: DecoderArgs, inner: Attention | FeedForward | Mamba2) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.inner = inner
@@ -62,28 +65,44 @@ class Residual(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward sublayers, and layer dropout around them. (B, S, d) -> (B, S, d)."""
+    """One layer, and layer dropout around it: attention and feed-forward sublayers, or a single Mamba2 sublayer.
+    (B, S, d) -> (B, S, d)."""
 
-    def __init__(self, args: DecoderArgs) -> None:
+    def __init__(self, args: DecoderArgs, kind: str) -> None:
         super().__init__()
-        self.attention = Residual(args, Attention(args))
-        self.feed_forward = Residual(args, FeedForward(args))
+        if kind == "attention":
+            self.attention = Residual(args, Attention(args))
+            self.feed_forward = Residual(args, FeedForward(args))
+        else:
+            self.mamba = Residual(args, Mamba2(args))
+        self.kind = kind
         self.scale_whole_update = args.scale_placement == "block"
 
-    def context(self, seq_len: int, device: torch.device, documents: Tensor | None) -> AttentionContext:
-        return self.attention.inner.context(seq_len, device, documents)
+    @property
+    def mixer(self) -> Residual:
+        """The first sublayer, which looks at other tokens and reads the context."""
+        return self.attention if self.kind == "attention" else self.mamba
 
-    def forward(self, x: Tensor, context: AttentionContext, kept: tuple[Kept, ...] = ()) -> Tensor:
-        """`kept`: nothing (dense), one for the whole block, or one each for attention and feed-forward."""
+    def context(self, seq_len: int, device: torch.device, documents: Tensor | None) -> Context:
+        """What all layers of this kind read beside their input."""
+        return self.mixer.inner.context(seq_len, device, documents)
+
+    def own_context(self, shared: Context) -> Context:
+        """`shared`, with what this layer reads outside of its block."""
+        return self.mamba.inner.own_context(shared) if isinstance(shared, MambaContext) else shared
+
+    def forward(self, x: Tensor, context: Context, kept: tuple[Kept, ...] = ()) -> Tensor:
+        """`kept`: nothing (dense), one for the whole block, or one each for attention and feed-forward (of which a
+        Mamba2 layer reads the first)."""
         if not kept:
-            x = x + self.attention(x, context=context)
-            return x + self.feed_forward(x)
-        if len(kept) == 1:
+            x = x + self.mixer(x, context=context)
+            return x + self.feed_forward(x) if self.kind == "attention" else x
+        if len(kept) == 1 or self.kind == "mamba":
             return skip(
                 lambda rows_of_x, rows: self.update(rows_of_x, context.of_rows(rows), kept[0].scale),
                 x,
                 kept[0],
-                self.parameters(),
+                [*self.parameters(), *context.parameters],
             )
         for residual, own in zip((self.attention, self.feed_forward), kept, strict=True):
 
@@ -94,9 +113,10 @@ class Block(nn.Module):
             x = skip(update, x, own, residual.parameters())
         return x
 
-    def update(self, x: Tensor, context: AttentionContext, scale: Tensor | None) -> Tensor:
+    def update(self, x: Tensor, context: Context, scale: Tensor | None) -> Tensor:
         """What the block adds to `x`: `Z - X` and `X' - Z` of DD eq. 6, each scaled by r, or `r (X' - X)`."""
         inside = None if self.scale_whole_update else scale
-        first = scaled(self.attention(x, context=context), inside)
-        update = first + scaled(self.feed_forward(x + first), inside)
+        update = scaled(self.mixer(x, context=context), inside)
+        if self.kind == "attention":
+            update = update + scaled(self.feed_forward(x + update), inside)
         return scaled(update, scale) if self.scale_whole_update else update

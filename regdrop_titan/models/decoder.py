@@ -8,7 +8,7 @@ from torchtitan.protocols.model import ModelProtocol
 
 from ..regularization.layer_dropout import Kept, kept_rows
 from .args import DecoderArgs
-from .block import Block
+from .block import Block, Context
 from .initialization import initialize
 from .positions import document_ids
 
@@ -25,7 +25,7 @@ class Decoder(ModelProtocol):
         self.args = args
         self.sequence_shards = 1  # tensor-parallel ranks that a sequence is split over between blocks
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
-        self.layers = nn.ModuleDict({str(i): Block(args) for i in range(args.n_layers)})
+        self.layers = nn.ModuleDict({str(i): Block(args, kind) for i, kind in enumerate(args.layer_kinds)})
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         self.tie_embeddings()
@@ -108,10 +108,13 @@ class Decoder(ModelProtocol):
         if unknown := [name for name in chosen if name not in self.layers]:
             raise ValueError(f"no layer {', '.join(unknown)}: there are 0 ... {self.args.n_layers - 1}")
         kept = self.kept(h, keep, scale if self.training or scale is not None else self.args.eval_scale)
-        # one context for all layers, which are alike: with document masks it is as large as the batch
-        context = self.layers[chosen[0]].context(seq_len, h.device, documents) if chosen else None
+        # one context for all layers of a kind, which are alike: with document masks it is as large as the batch
+        contexts: dict[str, Context] = {}
         for name in chosen:
-            h = self.layers[name](h, context, kept[int(name)])
+            layer, kind = self.layers[name], self.args.layer_kinds[int(name)]
+            if kind not in contexts:
+                contexts[kind] = layer.context(seq_len, h.device, documents)
+            h = layer(h, layer.own_context(contexts[kind]), kept[int(name)])
         h = self.norm(h) if self.norm is not None else h
         return self.output(h) if self.output is not None else h
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..seeds import derive_seed
+from . import mamba2
 from .args import DecoderArgs
 
 # names that activation checkpointing and torch.compile put into a parameter's path
@@ -26,6 +27,8 @@ def canonical_name(name: str) -> str:
 def weight_std(name: str, args: DecoderArgs) -> tuple[float, float]:
     """Standard deviation and cut-off (both absolute) of a weight matrix's truncated normal distribution."""
     head_std = args.dim**-0.5
+    if name == "tok_embeddings.weight" and args.embedding_std is not None:
+        return args.embedding_std, torch.inf
     if name == "output.weight" or (name == "tok_embeddings.weight" and args.tied_embeddings):
         return head_std, 3 * head_std
     if name == "tok_embeddings.weight":
@@ -41,6 +44,8 @@ def initial_value(name: str, shape: torch.Size, args: DecoderArgs) -> Tensor:
     if name.endswith("norm.weight"):
         return value.fill_(1.0)
     generator = torch.Generator().manual_seed(derive_seed("weights", args.seed, name))
+    if ".mamba.inner." in name:
+        return mamba2.initial_value(name.split(".mamba.inner.")[1], value, generator, args)
     std, cut = weight_std(name, args)
     if cut == torch.inf:
         return value.normal_(0.0, std, generator=generator)

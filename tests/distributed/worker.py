@@ -1,10 +1,11 @@
 """Runs training cases one after another in one set of ranks; started by `harness.run_cases` under torchrun.
 
-A case is `{"args": [...], "check_init": bool, "masks": file or null, "batches": file or null, "other_masks": bool,
-"unrehearsed": bool, "nonfinite": [what, rank, steps] or null, "omitted": steps or null}`. Its results lie in its dump
-folder; with "masks" each rank appends the hash of every dropout mask it draws to `file.RANK`, with "batches" every
-micro-batch. "nonfinite" makes a loss or gradient infinite or NaN, and an error that ends the run is written to
-`error.RANK`; "omitted" leaves out the optimizer's update of these steps.
+A case is `{"args": [...]}` and, each if wanted, "check_init": true, "masks": file, "batches": file,
+"other_masks": true, "same_masks": true, "unrehearsed": true, "nonfinite": [what, rank, steps], "omitted": steps. Its
+results lie in its dump folder. With "masks" each rank appends the hash of every dropout mask it draws to `file.RANK`,
+with "batches" every micro-batch. "same_masks" replaces the dropout masks by one that is the same in every layout.
+"nonfinite" makes a loss or gradient infinite or NaN, and an error that ends the run is written to `error.RANK`;
+"omitted" leaves out the optimizer's update of these steps.
 """
 
 import hashlib
@@ -51,6 +52,15 @@ def log_masks(trainer: Trainer, path: str) -> None:
         return keep
 
     dropout._draw_keep = draw
+
+
+def same_masks(trainer: Trainer) -> None:
+    """One mask by token and channel for all sequences and layers; each rank takes its tokens of it."""
+    S, d = trainer.job_config.training.seq_len, trainer.model_args.dim
+    whole = torch.rand(S, d, generator=torch.Generator().manual_seed(0))
+    tp_mesh = trainer.parallel_dims.get_optional_mesh("tp")
+    rank = 0 if tp_mesh is None else tp_mesh.get_local_rank()
+    dropout._draw_keep = lambda x, p: (whole >= p)[rank * x.shape[1] : (rank + 1) * x.shape[1]].expand(x.shape)
 
 
 def log_batches(trainer: Trainer, path: str) -> None:
@@ -103,6 +113,8 @@ def main() -> None:
             check_initial_weights(trainer)
         if case.get("masks"):
             log_masks(trainer, case["masks"])
+        if case.get("same_masks"):
+            same_masks(trainer)
         if case.get("batches"):
             log_batches(trainer, case["batches"])
         if case.get("other_masks") and os.environ["RANK"] == "1":

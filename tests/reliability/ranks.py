@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import resource
@@ -12,10 +13,19 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["regdrop_titan.launch", "regdrop_titan.trainer", "matplotlib.figure"])
+
+
+@functools.cache
+def start_server() -> None:
+    """There is one server a process: one that other code has started has not imported what ranks need, and may block
+    signals, as that of `prepare` does."""
+    forkserver._forkserver._stop()
+    CONTEXT.set_forkserver_preload(["regdrop_titan.launch", "regdrop_titan.trainer", "matplotlib.figure"])
+    forkserver.ensure_running()
 
 
 def _run(
@@ -66,6 +76,7 @@ class Ranks:
         before: Callable[[int], None] | None = None,
         last_args: Sequence[str] = (),
     ) -> None:
+        start_server()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -77,6 +88,7 @@ class Ranks:
                     rank, world_size, port, [*args, *(last_args if rank == world_size - 1 else ())], str(output),
                     file_limit, before,
                 ),
+                daemon=True,  # ended with a test run that fails
             )
             for rank in range(world_size)
         ]  # fmt: skip

@@ -26,11 +26,16 @@ def run(tmp_path, packed):
     """Starts a run of two ranks in `tmp_path/out`."""
     (tmp_path / "run.toml").write_text(BASE.format(packed=packed))
 
+    started = []
+
     def start(*args, **kwargs):
         base = ["--job.config_file", str(tmp_path / "run.toml"), "--job.dump_folder", str(tmp_path / "out")]
-        return Ranks(2, [*base, *args], tmp_path / "log", **kwargs)
+        started.append(Ranks(2, [*base, *args], tmp_path / "log", **kwargs))
+        return started[-1]
 
-    return start
+    yield start
+    for ranks in started:
+        ranks.signal(signal.SIGKILL)
 
 
 def wait_for(condition, seconds=60):

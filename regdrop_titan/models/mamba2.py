@@ -1,0 +1,286 @@
+"""The Mamba2 sublayer (spec sec. 4; Dao and Gu, arXiv 2405.21060), its scan in chunked PyTorch.
+
+    in_proj -> z, x, B, C, dt        dt = softplus(dt + dt_bias), A = -exp(A_log), both fp32
+    x, B, C -> causal convolution of width 4, SiLU
+    h_t = exp(dt A) h_{t-1} + dt x_t (outer) B_t,    y_t = C_t . h_t + D x_t
+    out_proj(RMSNorm(y * SiLU(z)))
+
+Shapes: B sequences, S tokens, H heads of P channels (H P = d_in = 2 d), G groups of B and C, N state channels.
+
+`ssd_scan` cuts the sequence into chunks. Inside of a chunk the recurrence is written out as a masked matrix product
+(the state-space dual); between chunks only states are handed on. Decays are exponentials of differences of cumulative
+sums, which are masked *before* the exponential: above the diagonal they would overflow.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .args import DecoderArgs
+
+DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 0.1, 1e-4  # initial time steps, log-uniform
+
+
+def _decays(log: Tensor, documents: Tensor | None) -> Tensor:
+    """How much of token j is left at token i: `exp(log_{j+1} + ... + log_i)` for j < i of the same document, 1 for
+    j = i, 0 for others. (..., c) -> (..., c, c); documents (..., c).
+
+    The sums are differences of cumulative ones, made in fp64 and kept as two parts of the dtype of `log`: rounded to
+    one fp32 number, sums of hundreds of terms would give differences to 1e-5 only. The 1 is a constant: its gradients
+    would cancel, and their rounding errors drown those of fast decays.
+    """
+    sums = log.double().cumsum(-1)
+    high = sums.to(log.dtype)
+    low = (sums - high).detach().to(log.dtype)
+    difference = (high[..., :, None] - high[..., None, :]) + (low[..., :, None] - low[..., None, :])
+    c = log.shape[-1]
+    earlier = torch.ones(c, c, dtype=torch.bool, device=log.device).tril(-1)
+    if documents is not None:
+        earlier = earlier & (documents[..., :, None] == documents[..., None, :])
+    others = torch.full((c, c), -torch.inf, dtype=log.dtype, device=log.device).fill_diagonal_(0.0)
+    return torch.where(earlier, difference, others).exp()
+
+
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    chunk_size: int = 256,
+    initial_state: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Mamba2's scan `h_t = exp(dt_t A) h_{t-1} + dt_t x_t (outer) B_t`, `y_t = C_t . h_t + D x_t`.
+
+    Args:
+        x: (B, S, H, P).
+        dt: (B, S, H), after softplus.
+        A: (H,), negative.
+        B, C: (B, S, G, N); head h reads group h // (H/G).
+        D: (H,), or None for no skip.
+        chunk_size: at least 1. The result does not depend on it; speed and memory do.
+        initial_state: (B, H, P, N), or None for zeros.
+        starts: (B, S) bool, True where a document begins: its state starts from zero, at any place of a chunk.
+
+    Returns:
+        y (B, S, H, P) in the dtype of x, and the final state (B, H, P, N). Decays and states are fp32, or fp64 for
+        fp64 inputs.
+
+    Raises:
+        ValueError: heads that are no multiple of the groups, or a chunk size below 1.
+    """
+    n, S, H, P = x.shape
+    G, N = B.shape[-2:]
+    if H % G:
+        raise ValueError(f"{H} heads: must be a multiple of the {G} groups of B and C")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    c = min(chunk_size, S)
+    K = -(-S // c)
+    skip = None if D is None else (x * D[:, None]).to(x.dtype)  # in the wider of both
+    log = dt.to(dtype) * A.to(dtype)  # of a token's decay
+    u = (x * dt[..., None]).to(x.dtype)
+    documents = None if starts is None else starts.int().cumsum(1)
+    if pad := K * c - S:  # tokens that decay nothing and add nothing, at the end
+        u, B, C = (F.pad(t, (0, 0, 0, 0, 0, pad)) for t in (u, B, C))
+        log = F.pad(log, (0, 0, 0, pad))
+        documents = None if documents is None else torch.cat([documents, documents[:, -1:].expand(n, pad)], dim=1)
+
+    u = u.view(n, K, c, H, P).transpose(2, 3)  # (B, K, H, c, P)
+    B, C = (t.view(n, K, c, G, N).transpose(2, 3) for t in (B, C))  # (B, K, G, c, N)
+    log = log.view(n, K, c, H).transpose(2, 3)  # (B, K, H, c)
+    document = None if documents is None else documents.view(n, K, 1, c)
+
+    def by_group(t: Tensor) -> Tensor:  # (B, K, H, ...) -> (B, K, G, H/G, ...)
+        return t.reshape(n, K, G, H // G, *t.shape[3:])
+
+    # inside of a chunk: y_i = sum over j <= i of (C_i . B_j) decay(i, j) u_j
+    within = _decays(log, document)  # (B, K, H, c, c)
+    scores = C @ B.transpose(-1, -2)  # (B, K, G, c, c)
+    y = (by_group(within.to(x.dtype)) * scores[:, :, :, None]) @ by_group(u)  # (B, K, G, H/G, c, P)
+
+    # what each chunk leaves: sum over j of decay(end, j) u_j (outer) B_j
+    left = by_group(u * within[..., -1, :, None].to(x.dtype))
+    added = (left.transpose(-1, -2) @ B[:, :, :, None]).reshape(n, K, H, P, N).to(dtype)
+
+    # between chunks: the state behind chunk k, from what the chunks before left and from the initial state
+    before = torch.zeros(n, H, P, N, dtype=dtype, device=x.device) if initial_state is None else initial_state.to(dtype)
+    pieces = torch.cat([before[:, None], added], dim=1)  # (B, K+1, H, P, N)
+    # the document at the end of each chunk; before the first token it is 0
+    ends = None if document is None else F.pad(document[:, :, 0, -1], (1, 0))  # (B, K+1)
+    between = _decays(F.pad(log.sum(-1).transpose(1, 2), (1, 0)), None if ends is None else ends[:, None])
+    states = torch.einsum("bhkj,bjhpn->bkhpn", between, pieces)
+
+    # from the state before the chunk: y_i += decay(i, beginning) C_i . state
+    since = log.cumsum(-1).exp()  # (B, K, H, c)
+    if document is not None and ends is not None:
+        since = since * (document == ends[:, :-1, None, None])
+    carried = by_group(states[:, :-1].to(x.dtype)).transpose(-1, -2)  # (B, K, G, H/G, N, P)
+    y = y + (C[:, :, :, None] @ carried) * by_group(since.to(x.dtype))[..., None]
+    y = y.reshape(n, K, H, c, P).transpose(2, 3).reshape(n, K * c, H, P)[:, :S]
+    return y if skip is None else y + skip, states[:, -1]
+
+
+class CausalConv(nn.Module):
+    """Depthwise causal convolution over time, and SiLU. (B, S, channels) -> the same."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, width))
+        self.bias = nn.Parameter(torch.empty(channels))
+
+    def forward(self, x: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Nothing is read across `starts` (B, S), where documents begin, nor before the sequence."""
+        weight, bias = local(self.weight).to(x.dtype), local(self.bias).to(x.dtype)
+        S, channels = x.shape[1:]
+        width = weight.shape[1]
+        inputs = F.pad(x, (0, 0, width - 1, 0))  # (B, S + width - 1, channels)
+        if starts is None:
+            return F.silu(F.conv1d(inputs.transpose(1, 2), weight[:, None], bias, groups=channels).transpose(1, 2))
+        document = F.pad(starts.int().cumsum(1), (width - 1, 0))
+        out = bias
+        for k in range(width):
+            same = document[:, k : k + S] == document[:, width - 1 :]
+            out = out + torch.where(same[..., None], inputs[:, k : k + S], 0) * weight[:, k]
+        return F.silu(out)
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter that tensor parallel has split."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class StateSpace(nn.Module):
+    """The parameters that set the scan's decay, one a head. They stay fp32 under mixed precision: `exp(A_log)` in bf16
+    is off by 0.8 %. So the decoder calls this module outside of the blocks, and FSDP2 has another policy for it."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.D = nn.Parameter(torch.empty(heads))
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """A, dt_bias and D of this rank's heads, each (H,), at least fp32."""
+        A_log, dt_bias, D = (local(p).to(torch.promote_types(p.dtype, torch.float32)) for p in self.parameters())
+        return -A_log.exp(), dt_bias, D
+
+
+class InProjection(nn.Module):
+    """`[z | x | B | C | dt]` of the published models, in four parts, so that tensor parallel can split z, x and dt by
+    heads and keep B and C whole."""
+
+    def __init__(self, args: DecoderArgs) -> None:
+        super().__init__()
+        self.z = nn.Linear(args.dim, args.d_inner, bias=False)
+        self.x = nn.Linear(args.dim, args.d_inner, bias=False)
+        self.bc = nn.Linear(args.dim, 2 * args.n_groups * args.state_size, bias=False)
+        self.dt = nn.Linear(args.dim, args.ssm_heads, bias=False)
+
+    def forward(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        bc = self.bc(h)
+        return self.z(h), self.x(h), local(bc), self.dt(h)
+
+
+class GatedNorm(nn.Module):
+    """`RMSNorm(y * silu(z))`: the gate comes before the norm. Over all channels, those of other ranks included."""
+
+    def __init__(self, channels: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels))
+        self.channels = channels
+        self.eps = eps
+
+    def forward(self, y: Tensor, z: Tensor, sum_over_ranks) -> Tensor:
+        gated = (y * F.silu(z)).to(torch.promote_types(y.dtype, torch.float32))
+        mean_square = sum_over_ranks(gated.square().sum(-1, keepdim=True)) / self.channels
+        normed = (gated * torch.rsqrt(mean_square + self.eps)).to(y.dtype)
+        return normed * local(self.weight).to(y.dtype)
+
+
+@dataclass(eq=False)
+class MambaContext:
+    """What the sublayer reads beside its input, a plain object for the reason that AttentionContext is one."""
+
+    starts: Tensor | None = None  # (B, S) bool, True where a document begins
+    parameters: tuple[Tensor, ...] = ()  # A, dt_bias and D of this layer, each (H,) fp32
+
+    def of_rows(self, rows: Tensor | None) -> "MambaContext":
+        """The context of some sequences of the batch: indices (n,), None for all of them."""
+        if rows is None or self.starts is None:
+            return self
+        return MambaContext(self.starts.index_select(0, rows), self.parameters)
+
+
+class Mamba2(nn.Module):
+    """(B, S, d) -> (B, S, d)."""
+
+    input_projections = ("in_proj",)
+
+    def __init__(self, args: DecoderArgs) -> None:
+        super().__init__()
+        self.heads = args.ssm_heads  # of this rank, see shard_heads
+        self.head_dim = args.ssm_head_dim
+        self.groups, self.state_size = args.n_groups, args.state_size
+        self.chunk_size = args.chunk_size
+        channels = args.d_inner
+        self.in_proj = InProjection(args)
+        self.conv_x = CausalConv(channels, args.conv_width)
+        self.conv_bc = CausalConv(2 * self.groups * self.state_size, args.conv_width)
+        self.ssm = StateSpace(self.heads)
+        self.norm = GatedNorm(channels, args.norm_eps)
+        self.out_proj = nn.Linear(channels, args.dim, bias=False)
+        self.to_heads = self.sum_over_ranks = lambda t: t  # of one rank; tensor parallel sets others
+
+    def context(self, seq_len: int, device: torch.device, documents: Tensor | None) -> MambaContext:
+        """`documents` (B, S) cuts scan and convolutions where the document changes."""
+        if documents is None:
+            return MambaContext()
+        return MambaContext(starts=F.pad(documents[:, 1:] != documents[:, :-1], (1, 0)))
+
+    def own_context(self, shared: MambaContext) -> MambaContext:
+        return dataclasses.replace(shared, parameters=self.ssm())
+
+    def forward(self, h: Tensor, context: MambaContext) -> Tensor:
+        A, dt_bias, D = context.parameters
+        z, x, bc, dt = self.in_proj(h)
+        x = self.conv_x(x, context.starts)
+        bc = self.to_heads(self.conv_bc(bc, context.starts))
+        n, S, _ = x.shape
+        B, C = bc.view(n, S, 2, self.groups, self.state_size).unbind(2)
+        with torch.autocast(x.device.type, enabled=False):
+            dt = F.softplus(dt.to(dt_bias.dtype) + dt_bias)
+            x = x.view(n, S, self.heads, self.head_dim)
+            y, _ = ssd_scan(x, dt, A, B, C, D, self.chunk_size, starts=context.starts)
+            y = self.norm(y.reshape(n, S, self.heads * self.head_dim), z, self.sum_over_ranks)
+        return self.out_proj(y)
+
+
+def initial_value(name: str, value: Tensor, generator: torch.Generator, args: DecoderArgs) -> Tensor:
+    """Fill `value`, fp32, with the initial value of the sublayer's parameter `name` (as "in_proj.z.weight")."""
+    match name.split("."):
+        case ["ssm", "A_log"]:
+            return value.uniform_(1.0, 16.0, generator=generator).log_()
+        case ["ssm", "dt_bias"]:
+            low, high = math.log(DT_MIN), math.log(DT_MAX)
+            dt = value.uniform_(low, high, generator=generator).exp_().clamp_(min=DT_FLOOR)
+            return value.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        case ["ssm", "D"] | ["norm", "weight"]:
+            return value.fill_(1.0)
+        case ["conv_x" | "conv_bc", _]:
+            bound = args.conv_width**-0.5
+        case ["in_proj", _, "weight"]:
+            bound = args.dim**-0.5
+        case ["out_proj", "weight"]:
+            bound = (args.d_inner * args.n_layers) ** -0.5
+        case _:
+            raise ValueError(f"no initial value for {name}")
+    return value.uniform_(-bound, bound, generator=generator)  # PyTorch's default for linear and convolution
