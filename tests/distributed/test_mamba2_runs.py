@@ -23,11 +23,10 @@ KINDS = {"mamba": MAMBA, "hybrid": HYBRID, "documents": [*MAMBA, "--architecture
          "sublayer": [*HYBRID, "--layer_dropout.unit", "sublayer"]}  # fmt: skip
 LAYOUTS = {
     "mamba_fsdp": [], "mamba_ddp": DDP, "mamba_tp": TP, "mamba_pp": PP,
-    "mamba_ac": ["--activation_checkpoint.mode", "full"], "mamba_compile": ["--compile.enable"],
-    "hybrid_fsdp": [], "hybrid_tp": TP, "hybrid_pp": PP, "documents_fsdp": [], "documents_tp": TP, "tied_fsdp": [],
-    "tied_tp": TP, "sublayer_tp": TP,
+    "mamba_ac": ["--activation_checkpoint.mode", "full"], "mamba_compile_tp": [*TP, "--compile.enable"],
+    "hybrid_fsdp": [], "hybrid_tp": TP, "hybrid_pp": PP, "documents_tp": TP, "tied_tp": TP, "sublayer_tp": TP,
 }  # fmt: skip
-FOUR = {"mamba_fsdp_tp": TP, "mamba_compile_fsdp_tp": [*TP, "--compile.enable"], "mamba_pp_fsdp": PP}
+FOUR = {"mamba_fsdp_tp": TP, "mamba_pp_fsdp": PP}
 RESUMED = {"mamba_fsdp": MAMBA, "mamba_tp": MAMBA + TP}
 BF16 = ["--training.mixed_precision_param", "bfloat16"]
 
