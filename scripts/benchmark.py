@@ -3,12 +3,13 @@
     python scripts/benchmark.py dense [--compile]
     python scripts/benchmark.py layer-dropout [--compile]
     torchrun --nproc_per_node=2 scripts/benchmark.py layer-dropout
+    python scripts/benchmark.py mamba2 [--compile]
     python scripts/benchmark.py data [--tokenizer DIR]
 
 Variants take turns, one step each a round, so that a drift of the machine's speed meets all of them alike; a ratio is
 the median over rounds of the pairwise ratios. A dense step is forward, loss, backward and a fused AdamW update; a
-layer-dropout step is forward and backward of a stack of blocks. The data benchmark sets preparation beside the bare
-tokenizer, and reads a packed set as training does.
+layer-dropout or mamba2 step is forward and backward of a stack of blocks. The data benchmark sets preparation beside
+the bare tokenizer, and reads a packed set as training does.
 """
 
 import argparse
@@ -128,6 +129,55 @@ def dense(arguments: argparse.Namespace) -> dict:
         rows[name] = {"seconds": median, "ratio": middle, "quartiles": [low, high], "base": base}
         figures = f"{1000 * median:>11.1f}{tokens_a_step / median:>11,.0f}   {middle:.3f} [{low:.3f}, {high:.3f}]"
         print(f"{name:<22}{figures} {base}")
+    return {"rows": rows, "seconds": seconds}
+
+
+def mamba2(arguments: argparse.Namespace) -> dict:
+    """transformers' Mamba2 layers, on its torch path, beside ours at several chunk sizes; forward and backward."""
+    from transformers import Mamba2Config
+    from transformers.models.mamba2.modeling_mamba2 import Mamba2Block
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    d, L = arguments.dim, arguments.layers
+    x = torch.randn(arguments.batch_size, arguments.seq_len, d, device=device)
+
+    def step_of(layers: Callable[[torch.Tensor], torch.Tensor], parameters: list[torch.nn.Parameter]) -> Step:
+        def step() -> None:
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+                out = layers(x)
+            out.float().square().mean().backward()
+            for parameter in parameters:
+                parameter.grad = None
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        return step
+
+    config = Mamba2Config(
+        hidden_size=d, num_hidden_layers=L, vocab_size=64, head_dim=64, num_heads=2 * d // 64, state_size=128,
+        n_groups=1, chunk_size=256,
+    )  # fmt: skip
+    theirs = torch.nn.Sequential(*(Mamba2Block(config, i) for i in range(L))).to(device)
+    steps = {"transformers": step_of(theirs, list(theirs.parameters()))}
+    for chunk in arguments.chunks:
+        model = build_model("mamba2", "debug", dim=d, n_layers=L, vocab_size=64, chunk_size=chunk).to(device)
+        blocks = list(model.layers.values())
+        run = [torch.compile(block, fullgraph=True) if arguments.compile else block for block in blocks]
+
+        def layers(h: torch.Tensor, blocks=blocks, run=run) -> torch.Tensor:
+            for block, forward in zip(blocks, run, strict=True):
+                h = forward(h, block.own_context(block.context(h.shape[1], h.device, None)))
+            return h
+
+        steps[f"ours, chunk {chunk}"] = step_of(layers, list(model.parameters()))
+    seconds = time_rounds(steps, arguments.rounds, arguments.warmup)
+    rows = {}
+    print(f"{'variant':<20}{'ms a step':>11}   time to transformers' [quartiles]")
+    for name in steps:
+        middle, low, high = ratio(seconds, name, "transformers")
+        median = statistics.median(seconds[name])
+        rows[name] = {"seconds": median, "ratio": middle, "quartiles": [low, high]}
+        print(f"{name:<20}{1000 * median:>11.1f}   {middle:.3f} [{low:.3f}, {high:.3f}]")
     return {"rows": rows, "seconds": seconds}
 
 
@@ -293,8 +343,9 @@ def main() -> int:
             "warmup": 3,
         },
         "layer-dropout": {"dim": 512, "layers": 6, "seq-len": 512, "batch-size": 8, "rounds": 11, "warmup": 2},
+        "mamba2": {"dim": 768, "layers": 1, "seq-len": 1024, "batch-size": 2, "rounds": 7, "warmup": 1},
     }
-    for name, run in (("dense", dense), ("layer-dropout", layer_dropout)):
+    for name, run in (("dense", dense), ("layer-dropout", layer_dropout), ("mamba2", mamba2)):
         command = commands.add_parser(name, help=run.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         for option, default in sizes[name].items():
             command.add_argument(f"--{option}", type=int, default=default, help=" ")
@@ -303,6 +354,8 @@ def main() -> int:
         command.set_defaults(run=run)
         if name == "dense":
             command.add_argument("--p", type=float, default=0.1, help="drop probability")
+        elif name == "mamba2":
+            command.add_argument("--chunks", type=int, nargs="+", default=[32, 64, 128, 256], help="tokens a chunk")
         else:
             command.add_argument("--rates", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75], help="drop rates")
             command.add_argument("--position", choices=("nape", "rope"), default="nape", help="positions")

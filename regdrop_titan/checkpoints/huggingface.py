@@ -13,6 +13,7 @@ Weights are read from safetensors, `.bin` files by torch's unpickler of plain te
 
 import dataclasses
 import json
+import math
 import pickle
 import warnings
 from pathlib import Path
@@ -93,11 +94,12 @@ def args_from_config(config: dict[str, Any], where: Path) -> DecoderArgs:
             "n_groups": config.get("n_groups", 8), "conv_width": config["conv_kernel"],
             "chunk_size": config.get("chunk_size", 256), "norm_eps": config.get("layer_norm_epsilon", 1e-5),
         }  # fmt: skip
-        low, high = config.get("time_step_limit") or (0.0, float("inf"))
+        # transformers writes infinity as {"__float__": "Infinity"}
+        limit = [t["__float__"] if isinstance(t, dict) else t for t in config.get("time_step_limit") or (0, "inf")]
         refused = {
             "hidden_act": config.get("hidden_act", "silu") != "silu", "use_bias": config.get("use_bias", False),
             "use_conv_bias": not config.get("use_conv_bias", True), "rms_norm": not config.get("rms_norm", True),
-            "time_step_limit": low > 0 or float(high) < float("inf"),
+            "time_step_limit": [float(t) for t in limit] != [0.0, math.inf],
         }  # fmt: skip
     else:
         raise CheckpointError(

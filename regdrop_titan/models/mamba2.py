@@ -14,6 +14,7 @@ sums, which are masked *before* the exponential: above the diagonal they would o
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -191,18 +192,21 @@ class InProjection(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """`RMSNorm(y * silu(z))`: the gate comes before the norm. Over all channels, those of other ranks included."""
+    """`RMSNorm(y * silu(z))`: the gate comes before the norm. Over the channels of each group of B and C, those of other
+    ranks included."""
 
-    def __init__(self, channels: int, eps: float) -> None:
+    def __init__(self, channels: int, groups: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels))
-        self.channels = channels
+        self.groups = groups
+        self.group_channels = channels // groups
         self.eps = eps
 
-    def forward(self, y: Tensor, z: Tensor, sum_over_ranks) -> Tensor:
+    def forward(self, y: Tensor, z: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
         gated = (y * F.silu(z)).to(torch.promote_types(y.dtype, torch.float32))
-        mean_square = sum_over_ranks(gated.square().sum(-1, keepdim=True)) / self.channels
-        normed = (gated * torch.rsqrt(mean_square + self.eps)).to(y.dtype)
+        grouped = gated.view(*gated.shape[:-1], self.groups, gated.shape[-1] // self.groups)
+        mean_square = sum_over_ranks(grouped.square().sum(-1, keepdim=True)) / self.group_channels
+        normed = (grouped * torch.rsqrt(mean_square + self.eps)).view(gated.shape).to(y.dtype)
         return normed * local(self.weight).to(y.dtype)
 
 
@@ -236,7 +240,7 @@ class Mamba2(nn.Module):
         self.conv_x = CausalConv(channels, args.conv_width)
         self.conv_bc = CausalConv(2 * self.groups * self.state_size, args.conv_width)
         self.ssm = StateSpace(self.heads)
-        self.norm = GatedNorm(channels, args.norm_eps)
+        self.norm = GatedNorm(channels, args.n_groups, args.norm_eps)
         self.out_proj = nn.Linear(channels, args.dim, bias=False)
         self.to_heads = self.sum_over_ranks = lambda t: t  # of one rank; tensor parallel sets others
 

@@ -1,8 +1,7 @@
-"""Starts real gloo ranks. One launch runs many cases, since a process takes seconds to import torch."""
+"""Starts real gloo ranks. One launch runs many cases, one after another."""
 
-import json
+import functools
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +9,9 @@ import warnings
 from pathlib import Path
 
 from regdrop_titan.metrics import read_records
+
+from .ranks import Ranks
+from .worker import run
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -71,18 +73,17 @@ def run_cases(world_size: int, folder: Path, packed: Path, cases: dict[str, dict
         case | {"args": ["--job.config_file", str(toml), "--job.dump_folder", str(folder / name), *case["args"]]}
         for name, case in cases.items()
     ]
-    (folder / "cases.json").write_text(json.dumps(full))
-    command = (world_size, str(ROOT / "tests/distributed/worker.py"), str(folder / "cases.json"))
-    done = torchrun(*command)
-    if killed := re.search(r"exitcode\s*: -(6|11)\b", done.stderr):
+    for attempt in range(2):
+        output = folder / f"said-{attempt}"
+        ranks = Ranks(world_size, functools.partial(run, cases=full), output)
+        statuses = ranks.wait(300)
+        if attempt or not {-6, -11} & set(statuses):
+            break
         # Seen once in some 100 launches: gloo's own thread ends a rank by a signal, with no word from Python. Any
         # fault of ours is a Python exception, and is not tried again.
-        warnings.warn(f"a rank was killed by signal {killed[1]}; starting its ranks once more", stacklevel=2)
+        warnings.warn(f"a rank was killed by a signal {statuses}; starting its ranks once more", stacklevel=2)
         for name in cases:
             shutil.rmtree(folder / name, ignore_errors=True)
-        done = torchrun(*command)
-    if done.returncode:  # the ranks' own words, without the launcher's
-        said = [line for line in done.stderr.splitlines() if line.startswith("[rank")] or [done.stderr]
-        ends = re.findall(r"rank\s*: (\d+).*\n\s*exitcode\s*: (-?\d+)", done.stderr)
-        raise AssertionError(f"{world_size} ranks failed, (rank, exit code) {ends}:\n" + "\n".join(said)[-5000:])
+    if any(statuses):
+        raise AssertionError(f"{world_size} ranks ended with {statuses}:\n{ranks.said()[-5000:]}")
     return {name: read_records(folder / name / "metrics.jsonl") for name in cases}

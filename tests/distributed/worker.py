@@ -1,4 +1,4 @@
-"""Runs training cases one after another in one set of ranks; started by `harness.run_cases` under torchrun.
+"""Runs training cases one after another in one set of ranks, for `harness.run_cases`.
 
 A case is `{"args": [...]}` and, each if wanted, "check_init": true, "masks": file, "batches": file,
 "other_masks": true, "same_masks": true, "unrehearsed": true, "nonfinite": [what, rank, steps], "omitted": steps. Its
@@ -103,10 +103,11 @@ def omit_updates(trainer: Trainer, steps: list[int]) -> None:
     trainer.optimizers.step = lambda: None if trainer.step in steps else step()
 
 
-def main() -> None:
+def run(rank: int, cases: list[dict]) -> int:
+    """A target of `Ranks`."""
     logging.getLogger().setLevel(logging.ERROR)
     world_size = int(os.environ["WORLD_SIZE"])
-    for case in json.loads(Path(sys.argv[1]).read_text()):
+    for case in cases:
         trainer = Trainer(load_config(case["args"], world_size, inputs=True))
         dropout._draw_keep = draw_keep
         if case.get("check_init"):
@@ -131,7 +132,4 @@ def main() -> None:
             Path(trainer.job_config.job.dump_folder, f"error.{os.environ['RANK']}").write_text(str(error))
         trainer.close()
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -1,10 +1,12 @@
-"""Mamba2's scan against the recurrence written out step by step, and the whole model against transformers'."""
+"""Mamba2's scan against the recurrence written out step by step; the model's sizes, masks, documents and dropout."""
+
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from regdrop_titan.models import ssd_scan
+from regdrop_titan.models import Decoder, build_model, flavor_args, ssd_scan
 from regdrop_titan.models.mamba2 import CausalConv
 
 LENGTHS = (1, 63, 64, 65, 200, 1000)
@@ -140,3 +142,119 @@ def test_convolution(S):
                         total += conv.weight[:, 3 - lag].detach() * (x[b, t - lag] if t >= lag else state[b, t - lag])
                 expected[b, t] = F.silu(total)
         torch.testing.assert_close(conv(x, cuts, state), expected, rtol=1e-12, atol=1e-12)
+
+
+# The model ---------------------------------------------------------------------------------------------------
+
+
+SMALL = {"dim": 32, "n_layers": 3, "vocab_size": 64, "ssm_head_dim": 16, "state_size": 8, "chunk_size": 8}
+
+
+@pytest.mark.parametrize(("flavor", "millions"), [("45M", 45.2), ("85M", 83.8), ("1.3B", 1344.0)])
+def test_parameter_counts(flavor, millions):
+    args = flavor_args("mamba2", flavor)
+    with torch.device("meta"):
+        counted = sum(p.numel() for p in Decoder(args).parameters())
+    assert counted == args.n_parameters() == pytest.approx(millions * 1e6, rel=5e-4)
+    assert flavor_args("mamba2", "debug").n_parameters() < 2e6
+
+
+def test_initial_weights():
+    """Reports M3 and M4: decays and time steps as specified, also from the meta device; the same for any layout."""
+    model = build_model("mamba2", "debug")
+    with torch.device("meta"):
+        meta = Decoder(model.args)
+    meta.to_empty(device="cpu").init_weights()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), meta.parameters(), strict=True))
+    inner = model.layers["1"].mamba.inner
+    A, dt = inner.ssm.A_log.exp(), F.softplus(inner.ssm.dt_bias)
+    assert A.min() >= 1 and A.max() <= 16 and (inner.ssm.D == 1).all() and (inner.norm.weight == 1).all()
+    assert dt.min() > 0.9e-3 and dt.max() < 0.11 and A.std() > 2 and dt.log().std() > 0.5
+    d, L = 128, 4
+    for weight, bound in ((inner.in_proj.x.weight, d**-0.5), (inner.conv_x.weight, 0.5), (inner.conv_bc.bias, 0.5),
+                          (inner.out_proj.weight, (2 * d * L) ** -0.5)):  # fmt: skip
+        assert 0.9 * bound < weight.abs().max() <= bound
+    assert model.tok_embeddings.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert model.output.weight is model.tok_embeddings.weight
+
+
+def test_documents_do_not_leak():
+    """Report M2: with document masks, the logits behind an end-of-text do not depend on what came before it; nor, in
+    the dense model, do any on what comes after."""
+    model = build_model("mamba2", "debug", **SMALL, document_mask=True, eos_id=0).eval()
+    tokens = torch.randint(1, 64, (1, 40), generator=torch.Generator().manual_seed(0))
+    tokens[0, 17] = 0
+    other = tokens.clone()
+    other[0, :17] = torch.randint(1, 64, (17,))
+    with torch.no_grad():
+        a, b = model(tokens), model(other)
+        alone = model(tokens[:, 18:])
+    assert torch.equal(a[:, 18:], b[:, 18:]) and not torch.allclose(a[:, :17], b[:, :17])
+    torch.testing.assert_close(a[:, 18:], alone, rtol=1e-5, atol=1e-6)
+    model = build_model("mamba2", "debug", **SMALL).eval()
+    with torch.no_grad():
+        assert torch.equal(model(tokens)[:, :18], model(torch.cat([tokens[:, :18], other[:, :22]], 1))[:, :18])
+        assert not torch.equal(model(tokens)[:, 18:], model(other)[:, 18:])
+
+
+@pytest.mark.parametrize("layers", ["mamba", "mamba,attention", "attention,mamba,mamba"])
+def test_kept_rows_are_those_of_the_dense_model(layers):
+    """Layer dropout in every kind of stack, masks that keep all, some and none of a layer; gradients are never None."""
+    overrides = SMALL | {"layers": layers, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 48, "document_mask": True}
+    model = build_model("mamba2", "debug", **overrides)
+    tokens = torch.randint(0, 64, (3, 20), generator=torch.Generator().manual_seed(1))
+    keep = torch.tensor([[True, True, False], [True, False, False], [True, True, False]])
+    skipped = model(tokens, keep=keep, scale=[1.0, 2.0, 1.0])
+    skipped.square().mean().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    masked = build_model("mamba2", "debug", **overrides, skip_compute=False)
+    masked(tokens, keep=keep, scale=[1.0, 2.0, 1.0]).square().mean().backward()
+    for gradient, p in zip(gradients, masked.parameters(), strict=True):
+        torch.testing.assert_close(gradient, p.grad, rtol=1e-4, atol=1e-7)
+    # a dropped layer's parameters have zero gradients
+    assert all((p.grad == 0).all() for p in model.layers["2"].parameters())
+    torch.testing.assert_close(model(tokens, layers=[0]), model(tokens, keep=keep & torch.tensor([True, False, False])))
+
+
+def test_placements_stand_before_in_proj():
+    """Pre-Linear and VPAD mask what in_proj reads; in evaluation, and at p = 0, bit for bit the dense model."""
+    tokens = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(2))
+    dense = build_model("mamba2", "debug", **SMALL)
+    for placement in ("pre_norm", "pre_linear", "vpad"):
+        model = build_model("mamba2", "debug", **SMALL, placement=placement, p=0.3)
+        seen = []
+        model.layers["0"].mamba.inner.in_proj.register_forward_hook(lambda m, i, o, seen=seen: seen.append(i[0]))
+        torch.manual_seed(0)
+        out = model(tokens)
+        zeros = (seen[0] == 0).double().mean().item()
+        assert (abs(zeros - 0.3) < 0.1) == (placement == "pre_linear") and not torch.equal(out, dense(tokens))
+        assert torch.equal(model.eval()(tokens), dense.eval()(tokens))
+        dense.train()
+        assert torch.equal(build_model("mamba2", "debug", **SMALL, placement=placement)(tokens), dense(tokens))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        ({"dim": 770}, "dim = 770: d_inner = 2 x 770 = 1540 must be a multiple of ssm_head_dim = 64"),
+        ({"n_groups": 3}, "n_groups = 3: must divide the 2 x 128 = 256 / 64 = 4 heads"),
+        ({"layers": "mamba,lstm"}, "layers = 'mamba,lstm': 'lstm' is none of attention, mamba"),
+        ({"state_size": 0}, "state_size = 0: must be at least 1"),
+        ({"embedding_std": 0.0}, "embedding_std = 0.0: must be above 0"),
+    ],
+)
+def test_impossible_sizes_are_refused(overrides, fault):
+    """Report M6: with the arithmetic shown."""
+    with pytest.raises(ValueError, match=re.escape(fault)):
+        build_model("mamba2", "debug", **overrides)
+
+
+def test_flops_of_a_layer():
+    """By hand: 6 a weight and 12 d_inner N for the state; hybrids add up layer by layer."""
+    args = flavor_args("mamba2", "85M")
+    d, inner, N, H = 768, 1536, 128, 24
+    weights = d * (2 * inner + 2 * N + H) + inner * d + 5 * (inner + 2 * N) + 3 * H + inner + d
+    assert args.sublayer_flops(1024)[0] == (6 * weights + 12 * inner * N, 0)
+    hybrid = flavor_args("mamba2", "85M", layers="mamba,attention")
+    assert [second > 0 for _, second in hybrid.sublayer_flops(1024)] == [False, True] * 6
+    assert sum(hybrid.layer_flops_shares(1024)) + 6 * (50288 * d + d) / hybrid.flops_per_token(1024) == pytest.approx(1)

@@ -8,6 +8,7 @@ all, a full disk, a file of the newest checkpoint cut or deleted. The newest who
 """
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -26,8 +27,8 @@ from regdrop_titan.checkpoints import load_model, survey
 from regdrop_titan.metrics import read_records
 
 from ..distributed.harness import BASE
+from ..distributed.ranks import Ranks, train
 from ..packed_sets import markov_documents, write_packed
-from .ranks import Ranks
 
 STEPS_A_FAULT = 8  # at most, before it comes
 INTERVAL = 3  # steps between checkpoints
@@ -95,7 +96,7 @@ class Chaos:
 
     def start(self, dump_folder: Path, file_limit: int | None = None) -> Ranks:
         args = [*arguments(self.folder, self.steps), "--job.dump_folder", str(dump_folder)]
-        return Ranks(2, args, self.folder / f"{dump_folder.name}.log", file_limit)
+        return Ranks(2, functools.partial(train, args=args), self.folder / f"{dump_folder.name}.log", file_limit)
 
     def logged(self) -> int:
         records = read_records(self.run / "metrics.jsonl")

@@ -1,5 +1,6 @@
 """SIGTERM, SIGUSR1 and Ctrl-C: saved at the next step boundary, exit status 75; a second one ends at once."""
 
+import functools
 import os
 import re
 import signal
@@ -16,9 +17,15 @@ from regdrop_titan.metrics import read_records
 from regdrop_titan.signals import StopSignals
 
 from ..distributed.harness import BASE, ROOT, environment
-from .ranks import Ranks
+from ..distributed.ranks import Ranks, train
 
 LONG_STEPS = ["--training.global_batch_size", "2048"]  # several seconds each
+
+
+def train_after(rank, before, args):
+    if before is not None:
+        before(rank)
+    return train(rank, args)
 
 
 @pytest.fixture
@@ -28,9 +35,10 @@ def run(tmp_path, packed):
 
     started = []
 
-    def start(*args, **kwargs):
+    def start(*args, before=None):
         base = ["--job.config_file", str(tmp_path / "run.toml"), "--job.dump_folder", str(tmp_path / "out")]
-        started.append(Ranks(2, [*base, *args], tmp_path / "log", **kwargs))
+        target = functools.partial(train_after, before=before, args=[*base, *args])
+        started.append(Ranks(2, target, tmp_path / "log"))
         return started[-1]
 
     yield start

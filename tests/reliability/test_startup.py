@@ -1,12 +1,14 @@
 """Before the first step: ranks that were started alike, a made batch, tokens that the model knows."""
 
+import functools
+
 import pytest
 import torch
 
 from regdrop_titan.metrics import read_records
 
 from ..distributed.harness import BASE, run_cases
-from .ranks import Ranks
+from ..distributed.ranks import Ranks, train
 
 P = "--parallelism."
 VPAD = ["--dropout.placement", "vpad", "--dropout.p", "0.1", "--layer_dropout.p_max", "0.5"]
@@ -17,13 +19,20 @@ LAYOUTS = {
 }
 
 
+def train_unlike(before, args, others, rank):
+    """Rank 1 has other arguments too."""
+    if before is not None:
+        before(rank)
+    return train(rank, [*args, *(others if rank == 1 else ())])
+
+
 @pytest.fixture
 def start(tmp_path, packed):
     (tmp_path / "run.toml").write_text(BASE.format(packed=packed))
 
-    def run(*args, **kwargs) -> tuple[list[int], str]:
+    def run(*args, before=None, others=()) -> tuple[list[int], str]:
         base = ["--job.config_file", str(tmp_path / "run.toml"), "--job.dump_folder", str(tmp_path / "out")]
-        ranks = Ranks(2, [*base, *args], tmp_path / "log", **kwargs)
+        ranks = Ranks(2, functools.partial(train_unlike, before, [*base, *args], others), tmp_path / "log")
         return ranks.wait(), ranks.said()
 
     return run
@@ -36,7 +45,7 @@ def other_code(rank: int) -> None:
 
 
 def test_ranks_that_were_not_started_alike_are_refused(start, tmp_path):
-    statuses, said = start("--optimizer.lr", "1e-3", last_args=["--optimizer.lr", "2e-3", "--dropout.p", "0.3"])
+    statuses, said = start("--optimizer.lr", "1e-3", others=["--optimizer.lr", "2e-3", "--dropout.p", "0.3"])
     assert statuses == [2, 2] and "Traceback" not in said
     assert (
         "the ranks were not started alike:\n  dropout.p: 0.0 on rank 0, 0.3 on rank 1\n  optimizer.lr: 0.001 on" in said

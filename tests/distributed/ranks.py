@@ -1,7 +1,5 @@
-"""Ranks as plain processes, to be killed. They are forked from a server that has torch, so a start takes a second.
-
-`train.py` runs in each as under torchrun, and as torchrun does, the others are ended when one has failed.
-"""
+"""Ranks as plain processes. They are forked from a server that has imported torch, so a start takes a second; and they
+can be killed one by one. As torchrun does, the others are ended when one has failed."""
 
 import contextlib
 import functools
@@ -12,7 +10,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -28,53 +27,45 @@ def start_server() -> None:
     forkserver.ensure_running()
 
 
-def _run(
-    rank: int,
-    world_size: int,
-    port: int,
-    args: list[str],
-    output: str,
-    file_limit: int | None,
-    before: Callable[[int], None] | None,
-) -> None:
+def _run(rank: int, world_size: int, port: int, target: Callable[[int], int], output: str, limit: int | None) -> None:
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "WANDB_MODE": "offline",
+        "MASTER_PORT": str(port), "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     file = os.open(f"{output}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    if file_limit is not None:  # the kernel writes so many bytes of a file, then fails
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+    if limit is not None:  # the kernel writes so many bytes of a file, then fails
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     import torch
 
-    from regdrop_titan.launch import main
-
     torch.set_num_threads(1)
-    if before is not None:
-        before(rank)
-    status = main(args)
+    status = 1
+    try:
+        status = target(rank)
+    except Exception:
+        traceback.print_exc()
     sys.stdout.flush()
     sys.exit(status)
+
+
+def train(rank: int, args: list[str]) -> int:
+    """`train.py`, as a target of `Ranks`."""
+    from regdrop_titan.launch import main
+
+    return main(args)
 
 
 class Ranks:
     """`world_size` ranks of one run; what rank r prints is appended to `OUTPUT.r`.
 
     Args:
+        target: called in each rank with its number; returns the exit status. Picklable.
         file_limit: bytes that a file may have, as if the disk were full then.
-        before: called in each rank with its number before `train.py` runs.
-        last_args: arguments that the last rank alone is given.
     """
 
     def __init__(
-        self,
-        world_size: int,
-        args: list[str],
-        output: Path,
-        file_limit: int | None = None,
-        before: Callable[[int], None] | None = None,
-        last_args: Sequence[str] = (),
+        self, world_size: int, target: Callable[[int], int], output: Path, file_limit: int | None = None
     ) -> None:
         start_server()
         with socket.socket() as free:
@@ -82,16 +73,10 @@ class Ranks:
             port = free.getsockname()[1]
         self.output = output
         self.processes = [
-            CONTEXT.Process(
-                target=_run,
-                args=(
-                    rank, world_size, port, [*args, *(last_args if rank == world_size - 1 else ())], str(output),
-                    file_limit, before,
-                ),
-                daemon=True,  # ended with a test run that fails
-            )
+            # a daemon is ended with a test run that fails
+            CONTEXT.Process(target=_run, args=(rank, world_size, port, target, str(output), file_limit), daemon=True)
             for rank in range(world_size)
-        ]  # fmt: skip
+        ]
         for process in self.processes:
             process.start()
 
@@ -112,7 +97,7 @@ class Ranks:
         while self.alive and time.monotonic() < end:
             if any(process.exitcode not in (None, 0) for process in self.processes):
                 end = min(end, time.monotonic() + 20)
-            self.processes[0].join(0.05) if self.processes[0].is_alive() else time.sleep(0.05)
+            time.sleep(0.02)
         self.signal(signal.SIGKILL)
         for process in self.processes:
             process.join()
