@@ -18,6 +18,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
+from . import state_passing
 from .checkpoints.manager import CheckpointManager
 from .config import JobConfig
 from .config.resume import data_identity, differences, previous_config, write_config
@@ -31,6 +32,7 @@ from .regularization import keep_mask
 from .seeds import derive_seed
 from .signals import StopSignals
 from .startup import check_ranks_agree, versions
+from .state_passing import PassedStates
 
 
 class NonFiniteError(Exception):
@@ -106,6 +108,14 @@ class Trainer(titan_train.Trainer):
         self.model_args.eos_id = self.eos_id()
         if dims.pp_enabled:
             self.seed_pipeline_forwards()
+        self.passed_states: PassedStates | None = None
+        if job_config.training.state_passing:
+            tp_mesh = dims.get_optional_mesh("tp")
+            tp = (0, 1) if tp_mesh is None else (tp_mesh.get_local_rank(), tp_mesh.size())
+            dp = (self.dp_rank, self.dp_degree)
+            batch_size = job_config.training.local_batch_size
+            self.passed_states = PassedStates(self.model_args, batch_size, dp, tp, self.device)
+            self.checkpointer.states[state_passing.KEY] = self.passed_states
         self.config_before = previous_config(job_config)
         self.config_now = self.config_record()
         torch.distributed.barrier()  # all have read the old one
@@ -336,6 +346,8 @@ class Trainer(titan_train.Trainer):
         self.skipped_in_row += 1
         if self.skipped_in_row > training.max_skips:
             raise NonFiniteError(f"{error}; it is number {self.skipped_in_row} in a row (training.max_skips); {advice}")
+        if self.passed_states is not None:
+            self.passed_states.reset()
         logger.info(f"{error}: its update is left out ({self.skipped} so far, {self.skipped_in_row} in a row)")
         self.metrics_processor.extra["skipped_steps"] = self.skipped
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
@@ -370,6 +382,8 @@ class Trainer(titan_train.Trainer):
             B = self.job_config.training.local_batch_size
             first = (self.micro_batch * self.dp_degree + self.dp_rank) * B
             extra_kwargs |= {"keep": self.keep[first : first + B], "scale": self.scale}
+        if self.passed_states is not None:
+            extra_kwargs["passed"] = self.passed_states.start()
         return inputs, labels, extra_inputs, extra_kwargs
 
     def forward_backward_step(self, *, input_dict, labels, global_valid_tokens) -> torch.Tensor:
@@ -383,6 +397,8 @@ class Trainer(titan_train.Trainer):
         finally:
             self.loss_fn.denominator = None
         self.losses.append(loss.detach())
+        if self.passed_states is not None and self.step:  # not of the made batch
+            self.passed_states.take()
         return loss / self.replicas
 
     def train(self) -> None:

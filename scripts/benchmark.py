@@ -166,7 +166,7 @@ def mamba2(arguments: argparse.Namespace) -> dict:
 
         def layers(h: torch.Tensor, blocks=blocks, run=run) -> torch.Tensor:
             for block, forward in zip(blocks, run, strict=True):
-                h = forward(h, block.own_context(block.context(h.shape[1], h.device, None)))
+                h = forward(h, block.own_context(block.context(h.shape[1], h.device, None), ""))
             return h
 
         steps[f"ours, chunk {chunk}"] = step_of(layers, list(model.parameters()))

@@ -78,6 +78,16 @@ def test_optional_flags(args, value):
         ("[parallelism]\ncontext_parallel_degree = 2", "context_parallel_degree: not supported: its load balancer"),
         ("[optimizer]\nname = 'SGD'", "optimizer.name = 'SGD': must be one of Adam, AdamW"),
         ("[training]\ndataset = 'imagenet'", "training.dataset = 'imagenet': must be one of packed"),
+        ("[training]\nstate_passing = true", "training.state_passing = true: needs Mamba2 layers, the model has"),
+        (
+            "[model]\nname = 'mamba2'\n[training]\nstate_passing = true\n[layer_dropout]\np_max = 0.2",
+            "training.state_passing = true: not with layer dropout (layer_dropout.p_max = 0.2)",
+        ),
+        (
+            "[architecture]\nlayers = 'mamba,lstm'",
+            "architecture.layers = 'mamba,lstm': 'lstm' is none of attention, mamba",
+        ),
+        ("[training]\nmax_skips = 0", "training.max_skips = 0: must be at least 1"),
         ("[compile]\ncomponents = ['optimizer']", "compile.components: unknown optimizer"),
         ("[activation_checkpoint]\nselective_ac_option = 'x'", "selective_ac_option = 'x': must be 'op' or"),
     ],
@@ -126,6 +136,16 @@ def test_all_faults_at_once(tmp_path):
     [
         (["--parallelism.tensor_parallel_degree", "3"], None, "must divide the model's n_heads = 4"),
         (["--parallelism.tensor_parallel_degree", "2", "--architecture.n_kv_heads", "1"], 2, "n_kv_heads = 1"),
+        (
+            ["--parallelism.tensor_parallel_degree", "3", "--model.name", "mamba2"],
+            3,
+            "must divide the model's Mamba2 heads, 2 x 128 / 64 = 4",
+        ),
+        (
+            ["--parallelism.tensor_parallel_degree", "2", "--model.name", "mamba2", "--architecture.n_groups", "2"],
+            2,
+            "Mamba2 layers need architecture.n_groups = 1, got 2",
+        ),
         (["--parallelism.tensor_parallel_degree", "2", "--training.seq_len", "63"], 2, "seq_len = 63"),
         (["--parallelism.tensor_parallel_degree", "2"], 3, "does not fit 3 processes"),
         (["--parallelism.data_parallel_shard_degree", "4"], 2, "does not fit 2 processes"),
@@ -235,7 +255,8 @@ def test_unwritable_dump_folder(packed, tmp_path):
     [
         ("position", "rope"), ("slopes", "exp2"), ("rope_theta", 1e4), ("sliding_window", 4), ("document_mask", True),
         ("dim", 64), ("n_layers", 2), ("n_heads", 8), ("n_kv_heads", 2), ("ffn_dim", 100), ("vocab_size", 3000),
-        ("norm_eps", 1e-3), ("tied_embeddings", True),
+        ("norm_eps", 1e-3), ("tied_embeddings", True), ("layers", "mamba"), ("expand", 3), ("ssm_head_dim", 32),
+        ("state_size", 64), ("n_groups", 2), ("conv_width", 3), ("chunk_size", 32), ("embedding_std", 0.1),
     ],
 )  # fmt: skip
 def test_every_architecture_key_reaches_the_model(key, value):

@@ -31,6 +31,8 @@ def validate(config: JobConfig, world_size: int | None = None) -> list[str]:
     faults += [f"architecture.{fault}" for fault in model_faults]
     if not model_faults:
         faults += _parallel_faults(config, args, world_size)
+    if config.training.state_passing and "mamba" not in args.layer_kinds:
+        faults.append(f"training.state_passing = true: needs Mamba2 layers, the model has {args.layers!r}")
     return faults + _copying_faults(config, args) + _unsupported(config) + _combination_faults(config)
 
 
@@ -250,6 +252,14 @@ def _combination_faults(config: JobConfig) -> list[str]:
     ac = config.activation_checkpoint
     drops = config.dropout.placement != "none" and config.dropout.p > 0
     skips = config.layer_dropout
+    if config.training.state_passing:
+        if config.layer_dropout.p_max > 0:
+            faults.append(
+                f"training.state_passing = true: not with layer dropout (layer_dropout.p_max = {skips.p_max}): a layer "
+                "that drops a sequence leaves no state of it"
+            )
+        if config.parallelism.pipeline_parallel_degree > 1:
+            faults.append("training.state_passing = true: not under pipeline parallel, whose micro-batches overlap")
     if skips.granularity == "batch" and skips.sampling == "balanced":
         faults.append(
             "layer_dropout.sampling = 'balanced': cannot be with granularity = 'batch', which drops all sequences "

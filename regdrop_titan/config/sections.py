@@ -179,6 +179,9 @@ class Training(titan.Training):
     """When a loss or the gradient norm is not finite on any rank: end the run, or leave that step's update out on all
     of them. Neither reaches the weights."""
 
+    state_passing: bool = False
+    """Start each micro-batch's Mamba2 states from those that the one before left, without gradient (docs/mamba2.md)."""
+
     max_skips: int = 10
     """Of skip: end the run after so many skipped steps in a row, at least 1."""
 

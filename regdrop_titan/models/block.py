@@ -13,7 +13,7 @@ from ..regularization.layer_dropout import Kept, scaled, skip
 from .args import DecoderArgs
 from .attention import Attention, AttentionContext
 from .feed_forward import FeedForward
-from .mamba2 import Mamba2, MambaContext
+from .mamba2 import Mamba2, MambaContext, Passed
 
 Context = AttentionContext | MambaContext
 
@@ -87,9 +87,9 @@ class Block(nn.Module):
         """What all layers of this kind read beside their input."""
         return self.mixer.inner.context(seq_len, device, documents)
 
-    def own_context(self, shared: Context) -> Context:
-        """`shared`, with what this layer reads outside of its block."""
-        return self.mamba.inner.own_context(shared) if isinstance(shared, MambaContext) else shared
+    def own_context(self, shared: Context, layer: str, passed: Passed | None = None) -> Context:
+        """`shared`, with what this layer, called `layer`, reads outside of its block."""
+        return self.mamba.inner.own_context(shared, layer, passed) if isinstance(shared, MambaContext) else shared
 
     def forward(self, x: Tensor, context: Context, kept: tuple[Kept, ...] = ()) -> Tensor:
         """`kept`: nothing (dense), one for the whole block, or one each for attention and feed-forward (of which a

@@ -10,6 +10,7 @@ from ..regularization.layer_dropout import Kept, kept_rows
 from .args import DecoderArgs
 from .block import Block, Context
 from .initialization import initialize
+from .mamba2 import Passed
 from .positions import document_ids
 
 
@@ -78,6 +79,7 @@ class Decoder(ModelProtocol):
         keep: Tensor | tuple[tuple[int, ...], ...] | None = None,
         scale: Sequence[float] | None = None,
         layers: Sequence[int] | None = None,
+        passed: Passed | None = None,
     ) -> Tensor:
         """Logits of every position.
 
@@ -89,6 +91,7 @@ class Decoder(ModelProtocol):
                 feed-forward apart. None: all.
             scale: L Python floats, the factor r of each layer's update. None: 1, in evaluation `args.eval_scale`.
             layers: only these layers, in this order: `range(n)` exits early. None: all.
+            passed: the states that Mamba2 layers start from, and where they leave theirs. None: zeros.
 
         Returns:
             (B, S, vocab_size); activations (B, S, d) on a pipeline stage without the head.
@@ -114,7 +117,7 @@ class Decoder(ModelProtocol):
             layer, kind = self.layers[name], self.args.layer_kinds[int(name)]
             if kind not in contexts:
                 contexts[kind] = layer.context(seq_len, h.device, documents)
-            h = layer(h, layer.own_context(contexts[kind]), kept[int(name)])
+            h = layer(h, layer.own_context(contexts[kind], name, passed), kept[int(name)])
         h = self.norm(h) if self.norm is not None else h
         return self.output(h) if self.output is not None else h
 

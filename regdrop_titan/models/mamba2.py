@@ -138,12 +138,13 @@ class CausalConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, width))
         self.bias = nn.Parameter(torch.empty(channels))
 
-    def forward(self, x: Tensor, starts: Tensor | None = None) -> Tensor:
-        """Nothing is read across `starts` (B, S), where documents begin, nor before the sequence."""
+    def forward(self, x: Tensor, starts: Tensor | None = None, state: Tensor | None = None) -> Tensor:
+        """`state`: the width - 1 inputs before the sequence (B, width-1, channels), None for zeros. Nothing is read
+        across `starts` (B, S), where documents begin."""
         weight, bias = local(self.weight).to(x.dtype), local(self.bias).to(x.dtype)
         S, channels = x.shape[1:]
         width = weight.shape[1]
-        inputs = F.pad(x, (0, 0, width - 1, 0))  # (B, S + width - 1, channels)
+        inputs = with_state(x, state, width - 1)  # (B, S + width - 1, channels)
         if starts is None:
             return F.silu(F.conv1d(inputs.transpose(1, 2), weight[:, None], bias, groups=channels).transpose(1, 2))
         document = F.pad(starts.int().cumsum(1), (width - 1, 0))
@@ -152,6 +153,13 @@ class CausalConv(nn.Module):
             same = document[:, k : k + S] == document[:, width - 1 :]
             out = out + torch.where(same[..., None], inputs[:, k : k + S], 0) * weight[:, k]
         return F.silu(out)
+
+
+def with_state(inputs: Tensor, state: Tensor | None, length: int) -> Tensor:
+    """`inputs` (B, S, channels) behind the `length` inputs before them, zeros where there is no state."""
+    if state is None:
+        return F.pad(inputs, (0, 0, length, 0))
+    return torch.cat([state.to(inputs.dtype), inputs], dim=1)
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -192,8 +200,8 @@ class InProjection(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """`RMSNorm(y * silu(z))`: the gate comes before the norm. Over the channels of each group of B and C, those of other
-    ranks included."""
+    """`RMSNorm(y * silu(z))`: the gate comes before the norm. Over the channels of each group of B and C, those of
+    other ranks included."""
 
     def __init__(self, channels: int, groups: int, eps: float) -> None:
         super().__init__()
@@ -211,11 +219,31 @@ class GatedNorm(nn.Module):
 
 
 @dataclass(eq=False)
+class State:
+    """What a sublayer hands on behind its last token, without gradient; tensors of this rank's heads."""
+
+    conv_x: Tensor  # (B, width-1, d_in), the last inputs of the convolutions
+    conv_bc: Tensor  # (B, width-1, 2 G N)
+    scan: Tensor  # (B, H, P, N) fp32
+
+
+class Passed:
+    """The states of all layers that one micro-batch starts from and leaves, by the layer's name. What it starts from is
+    never changed, so that recomputation reads it again. Not a dataclass: FSDP2 copies those on their way in."""
+
+    def __init__(self, initial: dict[str, State]) -> None:
+        self.initial = initial
+        self.final: dict[str, State] = {}
+
+
+@dataclass(eq=False)
 class MambaContext:
     """What the sublayer reads beside its input, a plain object for the reason that AttentionContext is one."""
 
     starts: Tensor | None = None  # (B, S) bool, True where a document begins
     parameters: tuple[Tensor, ...] = ()  # A, dt_bias and D of this layer, each (H,) fp32
+    passed: Passed | None = None
+    layer: str = ""  # this layer's name in `passed`
 
     def of_rows(self, rows: Tensor | None) -> "MambaContext":
         """The context of some sequences of the batch: indices (n,), None for all of them."""
@@ -250,22 +278,37 @@ class Mamba2(nn.Module):
             return MambaContext()
         return MambaContext(starts=F.pad(documents[:, 1:] != documents[:, :-1], (1, 0)))
 
-    def own_context(self, shared: MambaContext) -> MambaContext:
-        return dataclasses.replace(shared, parameters=self.ssm())
+    def own_context(self, shared: MambaContext, layer: str, passed: Passed | None) -> MambaContext:
+        return dataclasses.replace(shared, parameters=self.ssm(), layer=layer, passed=passed)
 
     def forward(self, h: Tensor, context: MambaContext) -> Tensor:
         A, dt_bias, D = context.parameters
         z, x, bc, dt = self.in_proj(h)
-        x = self.conv_x(x, context.starts)
-        bc = self.to_heads(self.conv_bc(bc, context.starts))
+        passed = context.passed
+        initial = None if passed is None else passed.initial.get(context.layer)
+        conv_inputs = x, bc
+        x = self.conv_x(x, context.starts, None if initial is None else initial.conv_x)
+        bc = self.to_heads(self.conv_bc(bc, context.starts, None if initial is None else initial.conv_bc))
         n, S, _ = x.shape
         B, C = bc.view(n, S, 2, self.groups, self.state_size).unbind(2)
         with torch.autocast(x.device.type, enabled=False):
             dt = F.softplus(dt.to(dt_bias.dtype) + dt_bias)
             x = x.view(n, S, self.heads, self.head_dim)
-            y, _ = ssd_scan(x, dt, A, B, C, D, self.chunk_size, starts=context.starts)
+            scan_state = None if initial is None else initial.scan
+            y, state = ssd_scan(x, dt, A, B, C, D, self.chunk_size, scan_state, context.starts)
             y = self.norm(y.reshape(n, S, self.heads * self.head_dim), z, self.sum_over_ranks)
+        if passed is not None:
+            passed.final[context.layer] = self.state(conv_inputs, initial, state)
         return self.out_proj(y)
+
+    def state(self, conv_inputs: tuple[Tensor, Tensor], initial: State | None, scan: Tensor) -> State:
+        """What the layer hands on, from the inputs of its convolutions and the scan's final state."""
+        length = self.conv_x.weight.shape[1] - 1
+        before = (None, None) if initial is None else (initial.conv_x, initial.conv_bc)
+        conv_x, conv_bc = (
+            with_state(t, state, length)[:, t.shape[1] :].detach() for t, state in zip(conv_inputs, before, strict=True)
+        )
+        return State(conv_x, conv_bc, scan.detach())
 
 
 def initial_value(name: str, value: Tensor, generator: torch.Generator, args: DecoderArgs) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 
 from regdrop_titan.checkpoints import load_model
 from regdrop_titan.checkpoints.safety import load_state, read_metadata
+from regdrop_titan.metrics import read_records
 
 from .harness import run_cases
 from .test_dropout_runs import check_resume, resume_cases
@@ -27,7 +28,11 @@ LAYOUTS = {
     "hybrid_fsdp": [], "hybrid_tp": TP, "hybrid_pp": PP, "documents_tp": TP, "tied_tp": TP, "sublayer_tp": TP,
 }  # fmt: skip
 FOUR = {"mamba_fsdp_tp": TP, "mamba_pp_fsdp": PP}
-RESUMED = {"mamba_fsdp": MAMBA, "mamba_tp": MAMBA + TP}
+PASSING = [*HYBRID, "--layer_dropout.p_max", "0.0", "--training.state_passing"]
+# local batches of 2 on one data-parallel rank: the same rows follow each other in all of them
+ALIKE = {"passing_tp": TP, "passing_tp_ac": [*TP, "--activation_checkpoint.mode", "full"],
+         "passing_tp_compile": [*TP, "--compile.enable"]}  # fmt: skip
+RESUMED = {"mamba_fsdp": MAMBA, "mamba_tp": MAMBA + TP, "passing_fsdp": PASSING}
 BF16 = ["--training.mixed_precision_param", "bfloat16"]
 
 
@@ -44,6 +49,8 @@ def folder(tmp_path_factory):
 def reference(folder, packed):
     cases = {name: {"args": args, "same_masks": True} for name, args in KINDS.items()}
     cases["bf16"] = {"args": MAMBA + BF16}
+    cases["passing"] = {"args": PASSING, "same_masks": True}
+    cases["from_zero"] = {"args": PASSING[:-1], "same_masks": True}
     return run_cases(1, folder / "1", packed, cases)
 
 
@@ -51,6 +58,7 @@ def reference(folder, packed):
 def runs(folder, packed):
     two = {name: {"args": kind(name) + args, "same_masks": True} for name, args in LAYOUTS.items()}
     two |= resume_cases(RESUMED, folder / "2")
+    two |= {name: {"args": PASSING + args, "same_masks": True} for name, args in ALIKE.items()}
     two["bf16"] = {"args": [*MAMBA, *BF16, "--checkpoint.enable", "--optimizer.weight_decay", "0.1"]}
     four = {name: {"args": kind(name) + args, "same_masks": True} for name, args in FOUR.items()}
     return run_cases(2, folder / "2", packed, two) | run_cases(4, folder / "4", packed, four)
@@ -71,6 +79,25 @@ def test_every_layout_trains_as_one_process(runs, reference, name):
 @pytest.mark.parametrize("name", RESUMED)
 def test_resume_is_bit_for_bit(runs, folder, name):
     check_resume(folder / "2", name)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_passed_states_in_every_layout(runs, reference, name):
+    """As one process; another loss than from zero, from the second micro-batch on."""
+    for record, one, other in zip(runs[name], reference["passing"], reference["from_zero"], strict=True):
+        assert record["loss"] == pytest.approx(one["loss"], rel=1e-5 if record["step"] == 1 else 1e-4)
+        assert record["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+        assert abs(one["loss"] - other["loss"]) > 1e-4
+
+
+def test_passed_states_of_another_layout_are_refused(runs, folder, packed):
+    args = [*PASSING, "--checkpoint.enable", "--training.steps", "7"]
+    case = {"args": [*args, "--job.dump_folder", str(folder / "2/passing_fsdp_whole")]}
+    with pytest.raises(AssertionError, match=r"cannot be loaded: .*passed_states.data_parallel_0_of_1"):
+        run_cases(1, folder / "1", packed, {"elsewhere": case})
+    case["args"] += ["--checkpoint.exclude_from_loading", "passed_states"]
+    run_cases(1, folder / "1", packed, {"elsewhere": case})
+    assert read_records(folder / "2/passing_fsdp_whole/metrics.jsonl")[-1]["step"] == 7
 
 
 def test_mixed_precision_keeps_decays_in_fp32(runs, reference, folder):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from regdrop_titan.models import Decoder, build_model, flavor_args, ssd_scan
-from regdrop_titan.models.mamba2 import CausalConv
+from regdrop_titan.models.mamba2 import CausalConv, Passed
 
 LENGTHS = (1, 63, 64, 65, 200, 1000)
 
@@ -195,6 +195,26 @@ def test_documents_do_not_leak():
     with torch.no_grad():
         assert torch.equal(model(tokens)[:, :18], model(torch.cat([tokens[:, :18], other[:, :22]], 1))[:, :18])
         assert not torch.equal(model(tokens)[:, 18:], model(other)[:, 18:])
+
+
+def test_states_passed_on_are_one_long_sequence():
+    """A sequence in three pieces, one of them shorter than the convolution, each from the states before: the logits of
+    the whole. No gradient goes back over a border."""
+    model = build_model("mamba2", "debug", **SMALL)
+    tokens = torch.randint(0, 64, (2, 40), generator=torch.Generator().manual_seed(3))
+    whole, states, pieces = model(tokens), {}, []
+    for start, stop in ((0, 17), (17, 19), (19, 40)):
+        passed = Passed(initial=states)
+        pieces.append(model(tokens[:, start:stop], passed=passed))
+        states = passed.final
+        assert sorted(states) == ["0", "1", "2"] and not states["0"].scan.requires_grad
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-5, atol=1e-6)
+    used = torch.zeros(64).index_fill(0, tokens[:, 19:].unique(), 1).bool()
+    untied = build_model("mamba2", "debug", **SMALL, tied_embeddings=False)
+    passed = Passed(initial={})
+    untied(tokens[:, :19], passed=passed)
+    untied(tokens[:, 19:], passed=Passed(initial=passed.final)).square().mean().backward()
+    assert torch.equal(untied.tok_embeddings.weight.grad.abs().sum(1) > 0, used)
 
 
 @pytest.mark.parametrize("layers", ["mamba", "mamba,attention", "attention,mamba,mamba"])
