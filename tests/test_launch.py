@@ -11,7 +11,7 @@ from regdrop_titan.checkpoints import load_model
 from regdrop_titan.evaluation.copying import evaluate_copying
 from regdrop_titan.launch import main
 
-from .distributed.harness import BASE, ROOT, environment, torchrun
+from .distributed.harness import BASE, ROOT, environment, torchrun, train_py
 from .packed_sets import write_packed
 
 
@@ -51,7 +51,7 @@ def test_under_torchrun_a_broken_checkpoint_is_told_once(toml, tmp_path):
     (tmp_path / "out/checkpoint").mkdir(parents=True)
     args = ["train.py", "--job.config_file", str(toml), "--job.dump_folder", str(tmp_path / "out"),
             "--checkpoint.enable", "--training.steps", "1"]  # fmt: skip
-    assert python(*args).returncode == 0
+    assert train_py(1, tmp_path, *args[1:])[0] == [0]
     # whole by its sizes, but the bytes of its tensors are not what they were
     (shard,) = (tmp_path / "out/checkpoint/step-1").glob("*.distcp")
     shard.write_bytes(b"\0" * shard.stat().st_size)
@@ -61,14 +61,15 @@ def test_under_torchrun_a_broken_checkpoint_is_told_once(toml, tmp_path):
     assert "regdrop_titan/trainer.py" not in done.stderr  # torchrun's own traceback follows
 
 
-def test_a_world_size_that_does_not_fit(toml):
-    done = torchrun(2, "train.py", "--job.config_file", str(toml), "--parallelism.data_parallel_shard_degree", "3")
-    assert done.stderr.count("does not fit 2 processes") == 1
+def test_a_world_size_that_does_not_fit(toml, tmp_path):
+    args = ["--job.config_file", str(toml), "--parallelism.data_parallel_shard_degree", "3"]
+    statuses, said = train_py(2, tmp_path, *args)
+    assert statuses == [2, 2] and "does not fit 2 processes" in said
 
 
 def test_plan_and_help(capsys):
-    done = python("train.py", "--plan", "--job.config_file", "train_configs/nape_llama3_400m_vpad.toml")
-    assert done.returncode == 0 and "423.5 M" in done.stdout
+    assert main(["--plan", "--job.config_file", str(ROOT / "train_configs/nape_llama3_400m_vpad.toml")]) == 0
+    assert "423.5 M" in capsys.readouterr().out
     for args, status in ((["--plan", "--mfu", "0"], 2), (["--help"], 0)):
         with pytest.raises(SystemExit) as end:
             main(args)
@@ -82,16 +83,16 @@ def run(tmp_path_factory, packed):
     folder = tmp_path_factory.mktemp("run")
     toml = folder / "run.toml"
     toml.write_text(BASE.format(packed=packed))
-    args = ["train.py", "--job.config_file", str(toml), "--job.dump_folder", str(folder / "out"), "--checkpoint.enable",
+    args = ["--job.config_file", str(toml), "--job.dump_folder", str(folder / "out"), "--checkpoint.enable",
             "--checkpoint.interval", "4", "--metrics.enable_tensorboard", "--metrics.enable_wandb",
             "--dropout.placement", "vpad", "--dropout.p", "0.1", "--validation.enable"]  # fmt: skip
-    first = torchrun(2, *args, "--training.steps", "4")
-    assert first.returncode == 0, first.stderr
+    statuses, first = train_py(2, folder, *args, "--training.steps", "4")
+    assert statuses == [0, 0], first
     # a crash after step 5 was logged and half of another line written
     with open(folder / "out/metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 5, "loss": 1.0}) + '\n{"step": 6, "lo')
-    second = torchrun(2, *args, "--training.steps", "6")
-    assert second.returncode == 0, second.stderr
+    statuses, second = train_py(2, folder, *args, "--training.steps", "6")
+    assert statuses == [0, 0], second
     return folder / "out", first, second
 
 
@@ -107,14 +108,14 @@ def test_what_a_run_leaves(run):
     assert config["model_args"]["vocab_size"] == 256 and config["training"]["steps"] == 6
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [json.loads(line)["step"] for line in (out / "validation.jsonl").read_text().splitlines()] == [1, 4, 6]
-    assert "Training starts at step 5" in second.stdout
-    assert "settings differ from the run's config.json; the new ones hold from step 5 on:" in second.stdout
-    assert "  training.steps: 4 -> 6" in second.stdout and "settings differ" not in first.stdout
-    summary = second.stdout.split("The run so far:")[1]
+    assert "Training starts at step 5" in second
+    assert "settings differ from the run's config.json; the new ones hold from step 5 on:" in second
+    assert "  training.steps: 4 -> 6" in second and "settings differ" not in first
+    summary = second.split("The run so far:")[1]
     for part in ("6 of 6", "1,536", f"{records[-1]['loss']:.4f}", "executed", str(out / "checkpoint/step-6")):
         assert part in summary
-    assert "6 of 6 steps (100 %)" in second.stdout
-    assert first.stdout.count("Training starts at step 1") == 1  # one rank logs
+    assert "6 of 6 steps (100 %)" in second
+    assert first.count("Training starts at step 1") == 1  # one rank logs
 
 
 def test_a_resumed_run_is_one_run_to_tensorboard_and_wandb(run):
@@ -161,11 +162,11 @@ def test_data_of_another_tokenizer_are_not_evaluated(run, tmp_path, packed, scri
 def test_copying_from_training_to_scores(toml, tmp_path, script, capsys):
     """The scores of the script are those of the checkpoint's model; a run on other data is refused."""
     out = tmp_path / "out"
-    done = python(
-        "train.py", "--job.config_file", str(toml), "--job.dump_folder", str(out), "--training.steps", "2",
+    statuses, said = train_py(
+        1, tmp_path, "--job.config_file", str(toml), "--job.dump_folder", str(out), "--training.steps", "2",
         "--training.dataset", "copying", "--training.copying_lengths", "2", "5", "--checkpoint.enable",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert statuses == [0], said
     command = ["evaluate", "copying", "--checkpoint", str(out / "checkpoint"), "--lengths", "3", "2", "--samples"]
     assert script(*command, "20") == 0
     summary = json.loads((out / "evaluation/copying.json").read_text())
@@ -196,21 +197,21 @@ def test_plain_python_is_one_process_and_a_finished_run_ends_at_once(toml, tmp_p
     first = python(*args, env=clean)
     assert first.returncode == 0, first.stderr
     before = (tmp_path / "out/metrics.jsonl").read_text()
-    second = python(*args, env=clean)
-    assert second.returncode == 0, second.stderr
-    assert "Training starts at step 3" in second.stdout
+    statuses, second = train_py(1, tmp_path, *args[1:])
+    assert statuses == [0] and "Training starts at step 3" in second
     assert (tmp_path / "out/metrics.jsonl").read_text() == before
 
 
 def test_ranks_wait_for_the_one_that_builds_the_debug_corpus(tmp_path):
     """The debug config on a machine that has nothing yet, two ranks at once."""
-    done = torchrun(
-        2, "train.py", "--job.config_file", "train_configs/debug_nape_llama3.toml", "--training.steps", "2",
+    config = ROOT / "train_configs/debug_nape_llama3.toml"
+    statuses, said = train_py(
+        2, tmp_path, "--job.config_file", str(config), "--training.steps", "2",
         "--job.dump_folder", str(tmp_path / "out"), "--training.dataset_path", str(tmp_path / "corpus/train"),
         "--validation.dataset_path", str(tmp_path / "corpus/validation"),
         "--validation.context_dataset_path", str(tmp_path / "corpus/long"),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert statuses == [0, 0], said
     assert (tmp_path / "corpus/long/manifest.json").exists()
     assert not list((tmp_path / "corpus").glob("*.partial"))
 
@@ -226,11 +227,11 @@ def test_torchtitans_own_data_sets(toml, tmp_path):
     data = tmp_path / "c4"
     data.mkdir()
     (data / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    done = python(
-        "train.py", "--job.config_file", str(toml), "--job.dump_folder", str(tmp_path / "out"), "--training.steps", "2",
-        "--training.dataset", "c4_test", "--training.dataset_path", str(data), "--model.hf_assets_path", str(assets),
-        "--architecture.vocab_size", "300", "--validation.enable", "--validation.dataset", "c4_test",
-        "--validation.dataset_path", str(data), "--validation.steps", "2",
+    statuses, said = train_py(
+        1, tmp_path, "--job.config_file", str(toml), "--job.dump_folder", str(tmp_path / "out"),
+        "--training.steps", "2", "--training.dataset", "c4_test", "--training.dataset_path", str(data),
+        "--model.hf_assets_path", str(assets), "--architecture.vocab_size", "300", "--validation.enable",
+        "--validation.dataset", "c4_test", "--validation.dataset_path", str(data), "--validation.steps", "2",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert statuses == [0], said
     assert len((tmp_path / "out/metrics.jsonl").read_text().splitlines()) == 2

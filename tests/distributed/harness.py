@@ -5,12 +5,13 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
 from regdrop_titan.metrics import read_records
 
-from .ranks import Ranks
+from .ranks import Ranks, train
 from .worker import run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -59,6 +60,12 @@ def torchrun(n: int, *command: str, timeout: int = 240, **kwargs) -> subprocess.
         [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", "--standalone", *command],
         cwd=ROOT, env=environment(), timeout=timeout, text=True, capture_output=True, **kwargs,
     )  # fmt: skip
+
+
+def train_py(n: int, folder: Path, *args: str) -> tuple[list[int], str]:
+    """`train.py` in `n` ranks: their exit statuses, and what they printed (kept in `folder`)."""
+    ranks = Ranks(n, functools.partial(train, args=list(args)), folder / f"said-{time.monotonic_ns()}")
+    return ranks.wait(240), ranks.said()
 
 
 def run_cases(world_size: int, folder: Path, packed: Path, cases: dict[str, dict]) -> dict[str, list[dict]]:

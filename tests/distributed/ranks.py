@@ -1,6 +1,7 @@
 """Ranks as plain processes. They are forked from a server that has imported torch, so a start takes a second; and they
 can be killed one by one. As torchrun does, the others are ended when one has failed."""
 
+import atexit
 import contextlib
 import functools
 import multiprocessing
@@ -73,18 +74,19 @@ class Ranks:
             port = free.getsockname()[1]
         self.output = output
         self.processes = [
-            # a daemon is ended with a test run that fails
-            CONTEXT.Process(target=_run, args=(rank, world_size, port, target, str(output), file_limit), daemon=True)
+            CONTEXT.Process(target=_run, args=(rank, world_size, port, target, str(output), file_limit))
             for rank in range(world_size)
         ]
+        atexit.register(self.signal, signal.SIGKILL)  # a test that fails may leave them running
         for process in self.processes:
             process.start()
 
     def signal(self, number: int, rank: int | None = None) -> None:
         """To one rank, or to all."""
         for process in self.processes if rank is None else [self.processes[rank]]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number)
+            if process.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
 
     @property
     def alive(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 from regdrop_titan.checkpoints import load_model
 from regdrop_titan.regularization import mean_rate
 
-from .harness import ROOT, run_cases, torchrun
+from .harness import ROOT, run_cases, train_py
 from .test_dropout_runs import check_resume, read, resume_cases
 
 P = "--parallelism."
@@ -158,11 +158,12 @@ def test_ranks_with_other_masks_are_refused(folder, packed):
         run_cases(2, folder / "differ", packed, {"differ": case})
 
 
-def test_the_debug_config(tmp_path):
-    done = torchrun(
-        2, "train.py", "--job.config_file", "train_configs/debug_layer_dropout.toml", "--training.steps", "3",
-        "--layer_dropout.total_steps", "300", "--job.dump_folder", str(tmp_path / "out"),
-        "--training.dataset_path", str(ROOT / "data/stdlib/train"), "--validation.no-enable",
+def test_the_debug_config(tmp_path, packed):
+    config = ROOT / "train_configs/debug_layer_dropout.toml"
+    statuses, said = train_py(
+        2, tmp_path, "--job.config_file", str(config), "--training.steps", "3", "--layer_dropout.total_steps", "300",
+        "--job.dump_folder", str(tmp_path / "out"), "--training.dataset_source", "prepared",
+        "--training.dataset_path", str(packed / "train"), "--validation.no-enable",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "layer dropout: rate 0.25" in done.stdout
+    assert statuses == [0, 0], said
+    assert "layer dropout: rate 0.25" in said

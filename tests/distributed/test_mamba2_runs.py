@@ -24,14 +24,13 @@ KINDS = {"mamba": MAMBA, "hybrid": HYBRID, "documents": [*MAMBA, "--architecture
          "sublayer": [*HYBRID, "--layer_dropout.unit", "sublayer"]}  # fmt: skip
 LAYOUTS = {
     "mamba_fsdp": [], "mamba_ddp": DDP, "mamba_tp": TP, "mamba_pp": PP,
-    "mamba_ac": ["--activation_checkpoint.mode", "full"], "mamba_compile_tp": [*TP, "--compile.enable"],
+    "mamba_ac": ["--activation_checkpoint.mode", "full"], "mamba_compile": ["--compile.enable"],
     "hybrid_fsdp": [], "hybrid_tp": TP, "hybrid_pp": PP, "documents_tp": TP, "tied_tp": TP, "sublayer_tp": TP,
 }  # fmt: skip
 FOUR = {"mamba_fsdp_tp": TP, "mamba_pp_fsdp": PP}
 PASSING = [*HYBRID, "--layer_dropout.p_max", "0.0", "--training.state_passing"]
 # local batches of 2 on one data-parallel rank: the same rows follow each other in all of them
-ALIKE = {"passing_tp": TP, "passing_tp_ac": [*TP, "--activation_checkpoint.mode", "full"],
-         "passing_tp_compile": [*TP, "--compile.enable"]}  # fmt: skip
+ALIKE = {"passing_tp": TP, "passing_tp_ac": [*TP, "--activation_checkpoint.mode", "full"]}
 RESUMED = {"mamba_fsdp": MAMBA, "mamba_tp": MAMBA + TP, "passing_fsdp": PASSING}
 BF16 = ["--training.mixed_precision_param", "bfloat16"]
 
@@ -48,7 +47,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reference(folder, packed):
     cases = {name: {"args": args, "same_masks": True} for name, args in KINDS.items()}
-    cases["bf16"] = {"args": MAMBA + BF16}
+    cases["bf16"] = {"args": MAMBA + BF16, "same_masks": True}
     cases["passing"] = {"args": PASSING, "same_masks": True}
     cases["from_zero"] = {"args": PASSING[:-1], "same_masks": True}
     return run_cases(1, folder / "1", packed, cases)
@@ -59,7 +58,8 @@ def runs(folder, packed):
     two = {name: {"args": kind(name) + args, "same_masks": True} for name, args in LAYOUTS.items()}
     two |= resume_cases(RESUMED, folder / "2")
     two |= {name: {"args": PASSING + args, "same_masks": True} for name, args in ALIKE.items()}
-    two["bf16"] = {"args": [*MAMBA, *BF16, "--checkpoint.enable", "--optimizer.weight_decay", "0.1"]}
+    decayed = ["--checkpoint.enable", "--optimizer.weight_decay", "0.1"]
+    two["bf16"] = {"args": [*MAMBA, *BF16, *decayed], "same_masks": True}
     four = {name: {"args": kind(name) + args, "same_masks": True} for name, args in FOUR.items()}
     return run_cases(2, folder / "2", packed, two) | run_cases(4, folder / "4", packed, four)
 
@@ -74,6 +74,17 @@ def test_every_layout_trains_as_one_process(runs, reference, name):
         assert record["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5 if first else 1e-4)
         assert record["kept_fraction"] == one["kept_fraction"] < 1
         assert record["flops_saved"] == pytest.approx(one["flops_saved"])
+
+
+@pytest.mark.slow
+def test_compiled_under_tensor_parallel(folder, packed, reference):
+    """Half a minute of compilation each."""
+    cases = {"mamba": MAMBA, "passing": PASSING}
+    compiled = {name: {"args": [*args, *TP, "--compile.enable"], "same_masks": True} for name, args in cases.items()}
+    for name, records in run_cases(2, folder / "compiled", packed, compiled).items():
+        for record, one in zip(records, reference[name], strict=True):
+            assert record["loss"] == pytest.approx(one["loss"], rel=1e-4)
+            assert record["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", RESUMED)

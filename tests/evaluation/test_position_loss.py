@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -8,7 +6,7 @@ import torch
 from regdrop_titan.evaluation.position_loss import PositionLoss, plot_position_loss, position_loss
 from regdrop_titan.models import build_model
 
-from ..distributed.harness import ROOT, environment, run_cases
+from ..distributed.harness import run_cases
 
 SMALL = {"dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 48, "vocab_size": 64}
 
@@ -51,20 +49,12 @@ def test_plot(tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def evaluate(*args):
-    return subprocess.run(
-        [sys.executable, "scripts/evaluate.py", *args], cwd=ROOT, env=environment(), text=True, capture_output=True,
-        timeout=240,
-    )  # fmt: skip
-
-
-def test_the_command(tmp_path, packed):
+def test_the_command(tmp_path, packed, script, capsys):
     """A run at context 8, evaluated at 8 times that on documents of 100 tokens; wrong arguments end with status 2."""
     run_cases(1, tmp_path, packed, {"run": {"args": ["--training.seq_len", "8", "--checkpoint.enable"]}})
     checkpoint = str(tmp_path / "run/checkpoint")
     data = ["--data", str(packed / "train")]
-    done = evaluate("position-loss", "--checkpoint", checkpoint, *data, "--documents", "10")
-    assert done.returncode == 0, done.stderr
+    assert script("evaluate", "position-loss", "--checkpoint", checkpoint, *data, "--documents", "10") == 0
     result = json.loads((tmp_path / "run/evaluation/position_loss.json").read_text())
     assert len(result["loss"]) == 64 and result["documents"] == 10 and result["train_context"] == 8
     assert list(result["loss_at"]) == ["1x", "2x", "4x", "8x"]
@@ -76,5 +66,6 @@ def test_the_command(tmp_path, packed):
         (["--checkpoint", checkpoint, *data, "--multiple", "64"], "no document has the 513 tokens"),
         (["--checkpoint", checkpoint, *data, "--documents", "0"], "--documents 0: must be at least 1"),
     ]:
-        done = evaluate("position-loss", *args)
-        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+        capsys.readouterr()
+        assert script("evaluate", "position-loss", *args) == 2
+        assert message in capsys.readouterr().err
