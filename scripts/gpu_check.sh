@@ -45,6 +45,12 @@ for placement in none vpad; do
         --model.flavor 400M --training.seq_len 2048 --training.local_batch_size 8 --training.global_batch_size 8 \
         --dropout.placement "$placement" --checkpoint.no-enable --validation.no-enable
 done
+"$python" -m torch.distributed.run --standalone --nproc_per_node=1 train.py \
+    --job.config_file train_configs/debug_mamba2.toml --job.dump_folder "$out/mamba2_85m" "${common[@]}" \
+    --model.flavor 85M --architecture.chunk_size 256 --training.seq_len 1024 --training.local_batch_size 16 \
+    --training.global_batch_size 16 --checkpoint.no-enable --validation.no-enable
+"$python" scripts/benchmark.py mamba2 --layers 4 --batch-size 8 --chunks 64 128 256 --compile \
+    --output "$out/mamba2_compiled.json"
 "$python" scripts/benchmark.py dense --layers 12 --seq-len 2048 --batch-size 8 --output "$out/dense_eager.json"
 "$python" scripts/benchmark.py dense --layers 12 --seq-len 2048 --batch-size 8 --compile --output "$out/dense_compiled.json"
 
@@ -59,10 +65,10 @@ from pathlib import Path
 
 out = Path(sys.argv[1])
 summary = {}
-for run in ("debug", "400m_none", "400m_vpad"):
+for run in ("debug", "400m_none", "400m_vpad", "mamba2_85m"):
     last = json.loads((out / run / "metrics.jsonl").read_text().splitlines()[-1])
     summary[run] = {key: last.get(key) for key in ("step", "loss", "tokens_per_second", "mfu", "memory_gib")}
-for name in ("dense_eager", "dense_compiled", "layer_dropout_eager", "layer_dropout_compiled"):
+for name in ("dense_eager", "dense_compiled", "layer_dropout_eager", "layer_dropout_compiled", "mamba2_compiled"):
     rows = json.loads((out / f"{name}.json").read_text())["rows"]
     summary[name] = {key: round(row["ratio"], 3) for key, row in rows.items()}
 (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

@@ -80,3 +80,32 @@ def test_the_five_settings_differ_in_nothing_else():
 
     first, *others = (stripped(name) for name in ("wd", "no_wd", "pre_norm", "pre_linear", "vpad"))
     assert all(other == first for other in others)
+
+
+MAMBA2 = {
+    # LG table 6: tokens, tokens a step, context, peak learning rate, warm-up share, end over peak
+    "85m": (25e9, 512 * 1024, 1024, 1e-3, 0.1, 0.1),
+    "1.3b_cpt": (0.5e9, 256 * 1024, 2048, 1e-4, 0.1, 0.1),
+    "45m_copy": (5e6 / 2 * 305, 64 * 305, 305, 1e-3, 0.05, 0.0),  # 5 M examples, two a sequence
+}
+PLACEMENTS = {"wd": "none", "no_wd": "none", "pre_norm": "pre_norm", "pre_linear": "pre_linear", "vpad": "vpad"}
+
+
+@pytest.mark.parametrize("run", MAMBA2)
+def test_mamba2_runs_of_the_paper(run):
+    tokens, step, context, lr, warmup, end = MAMBA2[run]
+    files = sorted(ROOT.glob(f"train_configs/mamba2_{run}_*.toml"))
+    settings = {file.stem.removeprefix(f"mamba2_{run}_") for file in files}
+    assert settings == set(PLACEMENTS) - ({"pre_norm"} if run != "1.3b_cpt" else set())
+    for file in files:
+        setting = file.stem.removeprefix(f"mamba2_{run}_")
+        config = load_config(["--job.config_file", str(file)])
+        training, schedule = config.training, config.lr_scheduler
+        assert config.model.flavor.lower() == run.split("_")[0] and training.seq_len == context
+        assert training.global_batch_size * context == step and step * training.steps == pytest.approx(tokens, rel=1e-3)
+        assert config.optimizer.lr == lr and schedule.decay_type == "cosine" and schedule.decay_ratio is None
+        assert schedule.warmup_steps == pytest.approx(warmup * training.steps, rel=0.01)
+        assert schedule.min_lr_factor == end
+        assert config.dropout.placement == PLACEMENTS[setting]
+        assert config.dropout.p == (0.1 if PLACEMENTS[setting] != "none" else 0.0)
+        assert config.optimizer.weight_decay == (0.1 if setting == "wd" else 0.0)

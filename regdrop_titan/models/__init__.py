@@ -22,7 +22,7 @@ def build_model(name: str, flavor: str, **overrides) -> Decoder:
     """A model of the family `name`, initialised, on the CPU in fp32, in training mode.
 
     Args:
-        name: "nape_llama3".
+        name: "nape_llama3" or "mamba2".
         flavor: a size of the family, such as "debug" or "400M".
         overrides: any field of `DecoderArgs`: sizes, `position`, `slopes`, `sliding_window`, `placement`, `p`,
             `mask`, `vpad_stop_gradient`, `seed`, ...
