@@ -1,7 +1,9 @@
 """Writing a file whole or not at all."""
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -12,6 +14,11 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+
+
+def write_json(path: Path, value: Any, indent: int = 2) -> None:
+    """`write_whole` of `value` as indented JSON."""
+    write_whole(path, json.dumps(value, indent=indent) + "\n")
 
 
 def free_name(path: Path, pattern: str) -> Path:

@@ -98,7 +98,7 @@ def main() -> int:
     except Signalled as stopped:
         print(stopped, file=sys.stderr)
         return 75
-    except KeyboardInterrupt:  # before the first block, or a second one
+    except KeyboardInterrupt:  # before the first block; later ones are signals.py's
         print("stopped; what was committed is safe, the same command goes on from there", file=sys.stderr)
         return 75
     except PreparationStopped as error:

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..config.resume import CONFIG_FILE
-from ..files import write_whole
+from ..files import write_json
 from ..models import Decoder, DecoderArgs, flavor_args
 from .safety import CheckpointError
 
@@ -204,7 +204,7 @@ def export_huggingface(model: Decoder, folder: Path, dtype: torch.dtype = torch.
         for name, tensor in to_huggingface(model.state_dict(), args).items()
     }
     save_file(weights, folder / WEIGHTS[0], metadata={"format": "pt"})
-    write_whole(folder / "config.json", json.dumps(config_to_huggingface(args, dtype), indent=2) + "\n")
+    write_json(folder / "config.json", config_to_huggingface(args, dtype))
 
 
 def import_huggingface(source: Path, folder: Path) -> DecoderArgs:
@@ -220,5 +220,5 @@ def import_huggingface(source: Path, folder: Path) -> DecoderArgs:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # what no_dist asks for
     dcp.save(state, checkpoint_id=str(folder / "checkpoint/step-0"), no_dist=True)
     ours = {"model": {"name": "mamba2", "flavor": None}, "model_args": dataclasses.asdict(args), "tokenizer": None}
-    write_whole(folder / CONFIG_FILE, json.dumps(ours, indent=2) + "\n")
+    write_json(folder / CONFIG_FILE, ours)
     return args

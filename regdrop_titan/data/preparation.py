@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 from torchtitan.tools.logging import logger
 from tqdm import tqdm
 
-from ..files import write_whole
+from ..files import write_json
 from ..signals import StopSignals
 from .packed import FORMAT, MANIFEST, DataError, read_manifest
 from .records import Filter, Recipe, Tokenized, start_worker, tokenize
@@ -70,10 +70,6 @@ class State:
     @property
     def documents(self) -> int:
         return sum(source["documents"] for source in self.sources)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
 def _difference(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -159,7 +155,7 @@ class Preparation:
 
     def commit(self) -> None:
         self.state.writers = [writer.commit() for writer in self.writers]
-        _write_json(self.state_file, vars(self.state))
+        write_json(self.state_file, vars(self.state), indent=1)
 
     def reject(self, file: InputFile, record: int | None, reason: str) -> None:
         """Stop at a bad record, or count and list it. `record` counts from 1; None is the file, or the rest of it."""
@@ -308,7 +304,7 @@ class Preparation:
                 "skipped": {"count": state.bad_count, "records": state.bad},
                 "shards": written,
             }
-            _write_json(writer.folder / MANIFEST, manifest)
+            write_json(writer.folder / MANIFEST, manifest, indent=1)
         self.state_file.unlink()
         logger.info(
             f"{self.folder}: {state.documents:,} documents, {state.tokens:,} tokens in {sum(map(len, shards))} shards; "

@@ -187,19 +187,18 @@ def shard_parameters(model: Decoder, mesh: DeviceMesh, pp_enabled: bool, job_con
     reduce_dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce]
     policy = job_config.parallelism.fsdp_reshard_after_forward
     cpu_offload = job_config.training.enable_cpu_offload
+    offload: dict = {"offload_policy": CPUOffloadPolicy()} if cpu_offload else {}
     for module in model.modules():
         if isinstance(module, StateSpace):
             # fp32 all through; small, so gathered once a step. The decoder calls it outside of the block
-            offload: dict = {"offload_policy": CPUOffloadPolicy()} if cpu_offload else {}
             fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=False, **offload)
     if model.args.tied_embeddings:
         # A tied weight must lie in one FSDP group: the root's, which holds embedding, norm and head.
         fsdp_config: dict = {
             "mesh": mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+            **offload,
         }
-        if cpu_offload:
-            fsdp_config["offload_policy"] = CPUOffloadPolicy()
         for block in model.layers.values():
             fully_shard(block, **fsdp_config, reshard_after_forward=policy != "never")
         fully_shard(model, **fsdp_config)

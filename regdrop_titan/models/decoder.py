@@ -113,8 +113,9 @@ class Decoder(ModelProtocol):
         kept = self.kept(h, keep, scale if self.training or scale is not None else self.args.eval_scale)
         # one context for all layers of a kind, which are alike: with document masks it is as large as the batch
         contexts: dict[str, Context] = {}
+        kinds = self.args.layer_kinds
         for name in chosen:
-            layer, kind = self.layers[name], self.args.layer_kinds[int(name)]
+            layer, kind = self.layers[name], kinds[int(name)]
             if kind not in contexts:
                 contexts[kind] = layer.context(seq_len, h.device, documents)
             h = layer(h, layer.own_context(contexts[kind], name, passed), kept[int(name)])

@@ -1,7 +1,6 @@
 """Mamba2 weights in and out, against transformers' own model on small random weights (report C7)."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from regdrop_titan.checkpoints.huggingface import export_huggingface, import_hug
 from regdrop_titan.models import build_model
 
 from ..distributed.harness import run_cases
+from .test_safety import Evil
 
 SIZES = {"dim": 64, "n_layers": 2, "vocab_size": 97, "ssm_head_dim": 16, "state_size": 8, "chunk_size": 32}
 
@@ -120,14 +120,6 @@ def test_what_does_not_fit_is_named(original, tmp_path):
     with pytest.raises(CheckpointError, match="model_type 'llama', expected mamba2"):
         import_huggingface(folder, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-class Evil:
-    def __init__(self, sign):
-        self.sign = str(sign)
-
-    def __reduce__(self):
-        return os.mkdir, (self.sign,)
 
 
 def test_a_tampered_file_runs_no_code(original, tmp_path):

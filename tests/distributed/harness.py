@@ -16,6 +16,11 @@ from .worker import run
 
 ROOT = Path(__file__).parent.parent.parent
 
+P = "--parallelism."
+TP = [P + "tensor_parallel_degree", "2"]
+PP = [P + "pipeline_parallel_degree", "2"]
+DDP = [P + "data_parallel_replicate_degree", "2", P + "data_parallel_shard_degree", "1"]
+
 # A model and batch small enough for 4 ranks on 2 cores: 8 sequences of 32 tokens a step.
 BASE = """
 [model]

@@ -8,13 +8,9 @@ import torch
 from regdrop_titan.checkpoints import load_model
 from regdrop_titan.regularization import mean_rate
 
-from .harness import ROOT, run_cases, train_py
+from .harness import DDP, PP, ROOT, TP, P, run_cases, train_py
 from .test_dropout_runs import check_resume, read, resume_cases
 
-P = "--parallelism."
-TP = [P + "tensor_parallel_degree", "2"]
-PP = [P + "pipeline_parallel_degree", "2"]
-DDP = [P + "data_parallel_replicate_degree", "2", P + "data_parallel_shard_degree", "1"]
 ILD = ["--layer_dropout.p_max", "0.9", "--layer_dropout.schedule", "constant"]
 BALANCED = ["--layer_dropout.p_max", "0.7", "--layer_dropout.sampling", "balanced"]
 SUBLAYER = ["--layer_dropout.p_max", "0.7", "--layer_dropout.schedule", "constant", "--layer_dropout.unit", "sublayer"]

@@ -7,13 +7,9 @@ from regdrop_titan.checkpoints import load_model
 from regdrop_titan.checkpoints.safety import load_state, read_metadata
 from regdrop_titan.metrics import read_records
 
-from .harness import run_cases
+from .harness import DDP, PP, TP, run_cases
 from .test_dropout_runs import check_resume, resume_cases
 
-P = "--parallelism."
-TP = [P + "tensor_parallel_degree", "2"]
-PP = [P + "pipeline_parallel_degree", "2"]
-DDP = [P + "data_parallel_replicate_degree", "2", P + "data_parallel_shard_degree", "1"]
 MAMBA = ["--model.name", "mamba2", "--architecture.ssm_head_dim", "16", "--architecture.state_size", "16",
          "--architecture.chunk_size", "12", "--architecture.no-tied_embeddings",
          "--dropout.placement", "vpad", "--dropout.p", "0.1",

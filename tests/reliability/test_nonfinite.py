@@ -8,14 +8,10 @@ import torch
 from regdrop_titan.checkpoints import load_model, survey
 from regdrop_titan.metrics import read_records
 
-from ..distributed.harness import run_cases
+from ..distributed.harness import DDP, PP, TP, run_cases
 
-P = "--parallelism."
 SIX = ["--training.steps", "6", "--checkpoint.enable", "--checkpoint.interval", "1", "--checkpoint.keep_latest_k", "0"]
 SKIP = [*SIX, "--training.on_nonfinite", "skip"]
-TP = [P + "tensor_parallel_degree", "2"]
-PP = [P + "pipeline_parallel_degree", "2"]
-DDP = [P + "data_parallel_replicate_degree", "2", P + "data_parallel_shard_degree", "1"]
 # (layout, what is not finite, on which of 2 ranks): skipped at step 3, and the same with the update left out
 SKIPPED = {
     "nan_fsdp": ([], "nan", 1),
