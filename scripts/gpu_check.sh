@@ -34,6 +34,29 @@ for S in (256, 1025, 2048):
             error = ((a - b).norm() / a.norm()).item()
             assert error < 5e-3, (S, window, name, error)
         print(f"FlexAttention S={S} window={window}: agrees")
+
+# Mamba2's scan by fla-core's kernels against plain PyTorch in fp64: fp32 to 1e-3, bf16 as that rounds
+from regdrop_titan.models.scan import chunked_scan, kernel_scan  # noqa: E402
+
+for dtype, bound in ((torch.float32, 1e-3), (torch.bfloat16, 3e-2)):
+    for S in (1, 65, 1024):
+        n, H, P, G, N = 2, 24, 64, 1, 128
+        x, B, C = (torch.randn(n, S, *shape, device=cuda) for shape in ((H, P), (G, N), (G, N)))
+        dt, A = torch.nn.functional.softplus(torch.randn(n, S, H, device=cuda) - 3), -torch.rand(H, device=cuda) * 15 - 1
+        state, starts = torch.randn(n, H, P, N, device=cuda), torch.rand(n, S, device=cuda) < 0.01
+        d_y = torch.randn_like(x)
+        results = []
+        for scan, chunk in ((kernel_scan, ()), (chunked_scan, (64,))):
+            working = dtype if scan is kernel_scan else torch.float64
+            inputs = [t.to(dtype).to(working) for t in (x, B, C)] + [t.to(torch.promote_types(working, torch.float32))
+                                                                     for t in (dt, A, state)]  # fmt: skip
+            u, b, c, step, a, h = (t.clone().requires_grad_() for t in inputs)
+            y, final = scan(u, step, a, b, c, *chunk, h, starts)
+            gradients = torch.autograd.grad((y * d_y.to(y.dtype)).sum() + final.sum(), (u, step, a, b, c, h))
+            results.append([y, final, *gradients])
+        error = max(((k - e).norm() / e.norm()).item() for k, e in zip(*results, strict=True))
+        assert error < bound, (dtype, S, error)
+        print(f"scan kernels {dtype} S={S}: error {error:.1e}")
 PYTHON
 
 common=(--training.steps 20 --metrics.log_freq 5 --training.mixed_precision_param bfloat16 --compile.enable)

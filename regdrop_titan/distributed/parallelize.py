@@ -50,7 +50,7 @@ def parallelize(model: Decoder, parallel_dims: ParallelDims, job_config: JobConf
             model,
             job_config.activation_checkpoint,
             model_compile_enabled=compiled,
-            op_sac_save_list=_op_sac_save_list,
+            op_sac_save_list=_op_sac_save_list | {torch.ops.regdrop_titan.gated_linear_attention.default},
             base_folder=job_config.job.dump_folder,
         )
     if compiled:

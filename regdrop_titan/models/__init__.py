@@ -2,7 +2,7 @@
 
 from .args import FAMILIES, DecoderArgs, Flavors, flavor_args
 from .decoder import Decoder
-from .mamba2 import ssd_scan
+from .scan import ssd_scan
 from .positions import alibi_slopes, nape_slopes
 
 __all__ = [

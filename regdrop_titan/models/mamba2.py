@@ -1,4 +1,4 @@
-"""The Mamba2 sublayer (spec sec. 4; Dao and Gu, arXiv 2405.21060), its scan in chunked PyTorch.
+"""The Mamba2 sublayer (spec sec. 4; Dao and Gu, arXiv 2405.21060).
 
     in_proj -> z, x, B, C, dt        dt = softplus(dt + dt_bias), A = -exp(A_log), both fp32
     x, B, C -> causal convolution of width 4, SiLU
@@ -6,10 +6,6 @@
     out_proj(RMSNorm(y * SiLU(z)))
 
 Shapes: B sequences, S tokens, H heads of P channels (H P = d_in = 2 d), G groups of B and C, N state channels.
-
-`ssd_scan` cuts the sequence into chunks. Inside of a chunk the recurrence is written out as a masked matrix product
-(the state-space dual); between chunks only states are handed on. Decays are exponentials of differences of cumulative
-sums, which are masked *before* the exponential: above the diagonal they would overflow.
 """
 
 import dataclasses
@@ -23,111 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .args import DecoderArgs
+from .scan import ssd_scan
 
 DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 0.1, 1e-4  # initial time steps, log-uniform
-
-
-def _decays(log: Tensor, documents: Tensor | None) -> Tensor:
-    """How much of token j is left at token i: `exp(log_{j+1} + ... + log_i)` for j < i of the same document, 1 for
-    j = i, 0 for others. (..., c) -> (..., c, c); documents (..., c).
-
-    The sums are differences of cumulative ones, made in fp64 and kept as two parts of the dtype of `log`: rounded to
-    one fp32 number, sums of hundreds of terms would give differences to 1e-5 only. The 1 is a constant: its gradients
-    would cancel, and their rounding errors drown those of fast decays.
-    """
-    sums = log.double().cumsum(-1)
-    high = sums.to(log.dtype)
-    low = (sums - high).detach().to(log.dtype)
-    difference = (high[..., :, None] - high[..., None, :]) + (low[..., :, None] - low[..., None, :])
-    c = log.shape[-1]
-    earlier = torch.ones(c, c, dtype=torch.bool, device=log.device).tril(-1)
-    if documents is not None:
-        earlier = earlier & (documents[..., :, None] == documents[..., None, :])
-    others = torch.full((c, c), -torch.inf, dtype=log.dtype, device=log.device).fill_diagonal_(0.0)
-    return torch.where(earlier, difference, others).exp()
-
-
-def ssd_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    chunk_size: int = 256,
-    initial_state: Tensor | None = None,
-    starts: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Mamba2's scan `h_t = exp(dt_t A) h_{t-1} + dt_t x_t (outer) B_t`, `y_t = C_t . h_t + D x_t`.
-
-    Args:
-        x: (B, S, H, P).
-        dt: (B, S, H), after softplus.
-        A: (H,), negative.
-        B, C: (B, S, G, N); head h reads group h // (H/G).
-        D: (H,), or None for no skip.
-        chunk_size: at least 1. The result does not depend on it; speed and memory do.
-        initial_state: (B, H, P, N), or None for zeros.
-        starts: (B, S) bool, True where a document begins: its state starts from zero, at any place of a chunk.
-
-    Returns:
-        y (B, S, H, P) in the dtype of x, and the final state (B, H, P, N). Decays and states are fp32, or fp64 for
-        fp64 inputs.
-
-    Raises:
-        ValueError: heads that are no multiple of the groups, or a chunk size below 1.
-    """
-    n, S, H, P = x.shape
-    G, N = B.shape[-2:]
-    if H % G:
-        raise ValueError(f"{H} heads: must be a multiple of the {G} groups of B and C")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    c = min(chunk_size, S)
-    K = -(-S // c)
-    skip = None if D is None else (x * D[:, None]).to(x.dtype)  # in the wider of both
-    log = dt.to(dtype) * A.to(dtype)  # of a token's decay
-    u = (x * dt[..., None]).to(x.dtype)
-    documents = None if starts is None else starts.int().cumsum(1)
-    if pad := K * c - S:  # tokens that decay nothing and add nothing, at the end
-        u, B, C = (F.pad(t, (0, 0, 0, 0, 0, pad)) for t in (u, B, C))
-        log = F.pad(log, (0, 0, 0, pad))
-        documents = None if documents is None else torch.cat([documents, documents[:, -1:].expand(n, pad)], dim=1)
-
-    u = u.view(n, K, c, H, P).transpose(2, 3)  # (B, K, H, c, P)
-    B, C = (t.view(n, K, c, G, N).transpose(2, 3) for t in (B, C))  # (B, K, G, c, N)
-    log = log.view(n, K, c, H).transpose(2, 3)  # (B, K, H, c)
-    document = None if documents is None else documents.view(n, K, 1, c)
-
-    def by_group(t: Tensor) -> Tensor:  # (B, K, H, ...) -> (B, K, G, H/G, ...)
-        return t.reshape(n, K, G, H // G, *t.shape[3:])
-
-    # inside of a chunk: y_i = sum over j <= i of (C_i . B_j) decay(i, j) u_j
-    within = _decays(log, document)  # (B, K, H, c, c)
-    scores = C @ B.transpose(-1, -2)  # (B, K, G, c, c)
-    y = (by_group(within.to(x.dtype)) * scores[:, :, :, None]) @ by_group(u)  # (B, K, G, H/G, c, P)
-
-    # what each chunk leaves: sum over j of decay(end, j) u_j (outer) B_j
-    left = by_group(u * within[..., -1, :, None].to(x.dtype))
-    added = (left.transpose(-1, -2) @ B[:, :, :, None]).reshape(n, K, H, P, N).to(dtype)
-
-    # between chunks: the state behind chunk k, from what the chunks before left and from the initial state
-    before = torch.zeros(n, H, P, N, dtype=dtype, device=x.device) if initial_state is None else initial_state.to(dtype)
-    pieces = torch.cat([before[:, None], added], dim=1)  # (B, K+1, H, P, N)
-    # the document at the end of each chunk; before the first token it is 0
-    ends = None if document is None else F.pad(document[:, :, 0, -1], (1, 0))  # (B, K+1)
-    between = _decays(F.pad(log.sum(-1).transpose(1, 2), (1, 0)), None if ends is None else ends[:, None])
-    states = torch.einsum("bhkj,bjhpn->bkhpn", between, pieces)
-
-    # from the state before the chunk: y_i += decay(i, beginning) C_i . state
-    since = log.cumsum(-1).exp()  # (B, K, H, c)
-    if document is not None and ends is not None:
-        since = since * (document == ends[:, :-1, None, None])
-    carried = by_group(states[:, :-1].to(x.dtype)).transpose(-1, -2)  # (B, K, G, H/G, N, P)
-    y = y + (C[:, :, :, None] @ carried) * by_group(since.to(x.dtype))[..., None]
-    y = y.reshape(n, K, H, c, P).transpose(2, 3).reshape(n, K * c, H, P)[:, :S]
-    return y if skip is None else y + skip, states[:, -1]
 
 
 class CausalConv(nn.Module):

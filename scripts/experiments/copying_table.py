@@ -37,7 +37,7 @@ def plot(found: dict, path: Path) -> None:
             lengths = sorted(scores)
             means, deviations = zip(*(spread([s[score] for s in scores[n]]) for n in lengths), strict=True)
             axes.errorbar(lengths, means, deviations, marker="o", capsize=3, label=SETTINGS[name])
-        axes.axvspan(5, 10, alpha=0.12, color="grey")
+        axes.axvspan(3, 6, alpha=0.12, color="grey")
         axes.set(xlabel="letters of the source (grey: trained)", ylabel="share right", title=title, ylim=(-0.03, 1.03))
         axes.grid(alpha=0.3)
     axes.legend()
