@@ -10,6 +10,7 @@ platform.prepare()  # before any other part of TorchTitan is imported
 def _register() -> None:
     """Make the model families known to TorchTitan."""
     from torchtitan.components.lr_scheduler import build_lr_schedulers
+    from torchtitan.components.optimizer import build_optimizers
     from torchtitan.distributed.pipeline_parallel import pipeline_llm
     from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
@@ -18,7 +19,6 @@ def _register() -> None:
     from .evaluation.validation import Validator
     from .metrics import build_metrics_processor
     from .models import FAMILIES, Decoder, Flavors
-    from .optimizers import build_optimizers
     from .trainer import build_loss, build_tokenizer
 
     for name in FAMILIES:

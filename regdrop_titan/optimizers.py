@@ -1,28 +1,32 @@
-"""TorchTitan's optimizers, with a group of their own for parameters that take no weight decay."""
+"""TorchTitan's optimizers, with the groups of the parametrization."""
 
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer import build_optimizers as build_titan_optimizers
 from torchtitan.config import Optimizer
 from torchtitan.distributed import ParallelDims
-from torchtitan.tools.logging import logger
 
-from .models.mamba2 import StateSpace
+from .config import JobConfig, global_batch
+from .models.initialization import canonical_name
+from .parametrization import GROUPS, Settings, group_of, group_settings, run_scale
 
 
 def build_optimizers(
-    model_parts: list[nn.Module], optimizer_config: Optimizer, parallel_dims: ParallelDims, *args
+    config: JobConfig, model_parts: list[nn.Module], _: Optimizer, parallel_dims: ParallelDims
 ) -> OptimizersContainer:
-    """Takes TorchTitan's arguments. Mamba2's `A_log`, `dt_bias` and `D` are not decayed (spec sec. 4): zero is no
-    neutral value for them."""
-    optimizers = build_titan_optimizers(model_parts, optimizer_config, parallel_dims, *args)
+    """Takes the job's configuration and TorchTitan's arguments. Each optimizer has a group for every setting that a
+    parameter of its model part has."""
+    optimizers = build_titan_optimizers(model_parts, config.optimizer, parallel_dims)
+    sequences = global_batch(config, parallel_dims.dp_replicate * parallel_dims.dp_shard)
+    settings = group_settings(config, run_scale(config, sequences * config.training.seq_len))
     for part, optimizer in zip(model_parts, optimizers, strict=True):
-        undecayed = {p for module in part.modules() if isinstance(module, StateSpace) for p in module.parameters()}
-        if not undecayed:
-            continue
+        by_settings: dict[Settings, list[nn.Parameter]] = {settings[name]: [] for name in GROUPS}
+        for name, parameter in part.named_parameters():
+            by_settings[settings[group_of(canonical_name(name), parameter.ndim)]].append(parameter)
         (group,) = optimizer.param_groups
-        everything, group["params"] = group["params"], [p for p in group["params"] if p not in undecayed]
-        mine = [p for p in everything if p in undecayed]
-        optimizer.add_param_group({**group, "params": mine, "weight_decay": 0.0})
-        logger.info(f"No weight decay on {len(mine)} parameters: A_log, dt_bias and D of the Mamba2 layers")
+        common = {key: value for key, value in group.items() if key not in ("params", "lr", "weight_decay", "eps")}
+        optimizer.param_groups.clear()
+        for own, parameters in by_settings.items():
+            if parameters:  # a checkpoint cannot hold a group without any
+                optimizer.add_param_group({**common, **vars(own), "params": parameters})
     return optimizers

@@ -6,9 +6,11 @@ import torch
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer
 
-from .config import JobConfig, model_args
+from .config import JobConfig, global_batch, model_args
 from .data.mixture import Source, parse_mixture
 from .data.packed import DataError, PackedDataset
+from .models import Decoder
+from .parametrization import GROUPS, group_of, group_settings, run_scale, scale_of
 from .regularization.layer_dropout import lock_step_time
 
 GIB = 1024**3
@@ -49,8 +51,8 @@ def memory_bytes(config: JobConfig, world_size: int, n_parameters: int) -> dict[
 
     fp32 weights, gradients and two Adam moments, over the ranks that share them; activations at about 34 d + 5 S H
     bytes a token and layer without recomputation (Korthikanti et al. 2205.05198, attention fused: no S H term, and
-    SwiGLU's wider middle), for Mamba2 what the chunked scan keeps; 2 d with full recomputation; logits and their
-    gradient in fp32 and bf16.
+    the width of the feed-forward layer's middle), for Mamba2 what the chunked scan keeps; 2 d with full recomputation;
+    logits and their gradient in fp32 and bf16.
     """
     args, parallel, training = model_args(config), config.parallelism, config.training
     tp, pp = parallel.tensor_parallel_degree, parallel.pipeline_parallel_degree
@@ -60,7 +62,7 @@ def memory_bytes(config: JobConfig, world_size: int, n_parameters: int) -> dict[
     kinds = args.layer_kinds
     largest = max(args.layer_parameters(kind) for kind in kinds)
     by_kind = {
-        "attention": width * tokens * (16 * args.dim + 5 * args.ffn_dim) / tp,
+        "attention": width * tokens * (16 * args.dim + (5 if args.ffn == "swiglu" else 3) * args.ffn_dim) / tp,
         # a row of each head's decay matrix, in fp32 and twice in the working precision, beside the channels
         "mamba": tokens
         * (width * (3 * args.dim + 8 * args.d_inner) + args.ssm_heads * args.chunk_size * (4 + 2 * width))
@@ -134,6 +136,58 @@ def layer_dropout_rows(config: JobConfig, dp: int, flops: float) -> list[tuple[s
     return rows
 
 
+def parametrization_sections(config: JobConfig, tokens_per_step: int) -> list[str]:
+    """The optimizer's groups, and what the rules for scale make of this run and of one at TPP_base."""
+    args, rules = model_args(config), config.parametrization
+    scale = run_scale(config, tokens_per_step)
+    header = ("group", "parameters", "peak learning rate", "weight decay", "eps")
+    counts = parameters_by_group(config)
+    lines = [f"  {header[0]:<16}" + "".join(f"{name:>20}" for name in header[1:])]
+    for name, own in group_settings(config, scale).items():
+        if counts[name]:
+            values = (f"{counts[name]:,}", f"{own.lr:.4g}", f"{own.weight_decay:.4g}", f"{own.eps:.4g}")
+            lines.append(f"  {name:<16}" + "".join(f"{value:>20}" for value in values))
+    rows = [
+        ("m_d, m_L", f"{args.width_multiplier:.4g}, {args.depth_multiplier:.4g}"),
+        ("residual branches", f"x {1 / args.depth_multiplier:.4g}, and over their density in training"),
+        ("logits", f"x {1 / args.width_multiplier:.4g}"),
+        ("attention scores", "q.k / sqrt(head_dim)" if args.score_scale is None else "q.k / head_dim"),
+        ("initial matrices", "as Llama-3's, depth-scaled" if args.sigma is None else
+            f"{args.sigma / args.width_multiplier**0.5:.4g}, embedding and head {args.sigma:.4g} (standard deviation)"),
+    ]  # fmt: skip
+    sections = [f"Parametrization: {rules.kind}\n" + _table(rows) + "\n\n" + "\n".join(lines)]
+    if rules.base_timescale or rules.base_batch_tokens:
+        tokens = rules.base_tokens_per_parameter * scale.parameters
+        target = scale_of(config, tokens, scale.steps)
+        batch = target.batch_rule or tokens_per_step
+        target = scale_of(config, tokens, max(1, round(tokens / batch)))
+        rows = []
+        for name, found, step in (("this run", scale, tokens_per_step), ("at TPP_base", target, batch)):
+            rows.append((f"{name}: TPP", f"{found.tokens_per_parameter:.4g}, D = {found.tokens / 1e9:,.4g} B tokens, "
+                                         f"m_D = {found.tokens_multiplier:.4g}"))  # fmt: skip
+            by_rule = f"; by the rule {found.batch_rule:,.0f}" if found.batch_rule and found is scale else ""
+            rows.append(
+                (f"{name}: B", f"{step:,.0f} tokens ({step / config.training.seq_len:,.1f} sequences){by_rule}")
+            )
+            rows.append((f"{name}: steps", f"{found.steps:,}"))
+            if found.timescale:
+                settings = group_settings(config, found)
+                decay = ", ".join(f"{settings[g].weight_decay:.4g} ({g})" for g in ("hidden matrices", "embedding"))
+                rows.append((f"{name}: tau", f"{found.timescale:.4g} epochs, so lambda = {decay}"))
+        sections.append("Batch size, timescale, weight decay by the rules\n" + _table(rows))
+    return sections
+
+
+def parameters_by_group(config: JobConfig) -> dict[str, int]:
+    """How many parameters each of the optimizer's groups has."""
+    with torch.device("meta"):
+        model = Decoder(model_args(config))
+    counts = dict.fromkeys(GROUPS, 0)
+    for name, parameter in model.named_parameters():
+        counts[group_of(name, parameter.ndim)] += parameter.numel()
+    return counts
+
+
 def data_rows(config: JobConfig, n_samples: int) -> list[tuple[str, str]]:
     """What each packed set holds, and how often a run of `n_samples` reads it."""
     training = config.training
@@ -163,7 +217,7 @@ def plan(config: JobConfig, world_size: int, mfu: float, peak_tflops: float) -> 
     dp = data_parallel_degree(config, world_size)
     n_parameters, flops_per_token = args.n_parameters(), args.flops_per_token(training.seq_len)
     embeddings = args.vocab_size * args.dim * (1 if args.tied_embeddings else 2)
-    sequences = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * dp
+    sequences = global_batch(config, dp)
     tokens_per_step = sequences * training.seq_len
     tokens = tokens_per_step * training.steps
     flops = flops_per_token * tokens
@@ -198,6 +252,7 @@ def plan(config: JobConfig, world_size: int, mfu: float, peak_tflops: float) -> 
     if config.layer_dropout.p_max > 0:
         sections.append("Layer dropout\n" + _table(layer_dropout_rows(config, dp, flops)))
 
+    sections += parametrization_sections(config, tokens_per_step)
     total = training.steps
     marks = sorted({1, *(max(1, round(total * share)) for share in (0.01, 0.025, 0.1, 0.25, 0.5, 0.75, 0.9)), total})
     rates = [(f"step {step:,}", f"{lr:.3e}") for step, lr in zip(marks, learning_rates(config, marks), strict=True)]

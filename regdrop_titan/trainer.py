@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -16,6 +17,7 @@ from torchtitan.components.loss import LossFunction, build_cross_entropy_loss, c
 from torchtitan.components.tokenizer import BaseTokenizer, build_hf_tokenizer
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools.logging import logger
 
 from . import state_passing
@@ -27,6 +29,7 @@ from .data.loader import Batch, TrainingLoader
 from .data.mixture import Mixture
 from .data.packed import DataError
 from .models.positions import document_ids
+from .optimizers import build_optimizers
 from .plan import planned_flops
 from .regularization import keep_mask
 from .seeds import derive_seed
@@ -126,6 +129,16 @@ class Trainer(titan_train.Trainer):
             logger.info("Layer dropout at the first step, by layer: " + " ".join(f"{rate:.3f}" for rate in rates))
         if isinstance(self.samples, Mixture):
             self.samples.log(job_config.training.steps * self.sequences)
+
+    @property
+    def train_spec(self) -> TrainSpec:
+        return self._train_spec
+
+    @train_spec.setter
+    def train_spec(self, spec: TrainSpec) -> None:
+        # TorchTitan hands the builder the [optimizer] section alone; the groups follow from the whole configuration
+        build = functools.partial(build_optimizers, self.job_config)
+        self._train_spec = dataclasses.replace(spec, build_optimizers_fn=build)
 
     def init_distributed(self) -> ParallelDims:
         dims = super().init_distributed()

@@ -6,6 +6,6 @@ starts a process group or reads data, unless `inputs=True` asks for the data pat
 """
 
 from .reading import ConfigError, load_config
-from .sections import Architecture, JobConfig, model_args
+from .sections import Architecture, JobConfig, global_batch, model_args
 
-__all__ = ["Architecture", "ConfigError", "JobConfig", "load_config", "model_args"]
+__all__ = ["Architecture", "ConfigError", "JobConfig", "global_batch", "load_config", "model_args"]

@@ -28,12 +28,23 @@ def validate(config: JobConfig, world_size: int | None = None) -> list[str]:
         return [*faults, f"model.flavor = {config.model.flavor!r}: must be one of {', '.join(flavors)}"]
     args = model_args(config)
     model_faults = [f for f in args.faults() if not f.startswith("p = ")]  # p: dropout.p, named by its range
-    faults += [f"architecture.{fault}" for fault in model_faults]
+    faults += [_named(fault) for fault in model_faults]
     if not model_faults:
         faults += _parallel_faults(config, args, world_size)
     if config.training.state_passing and "mamba" not in args.layer_kinds:
         faults.append(f"training.state_passing = true: needs Mamba2 layers, the model has {args.layers!r}")
     return faults + _copying_faults(config, args) + _unsupported(config) + _combination_faults(config)
+
+
+def _named(fault: str) -> str:
+    """A fault of the model's arguments under the key that sets it."""
+    if fault.startswith(("base_dim", "base_layers")):
+        return f"parametrization.{fault}"
+    return (
+        f"parametrization.{fault.replace('init_std', 'sigma')}"
+        if fault.startswith("init_std")
+        else f"architecture.{fault}"
+    )
 
 
 def _copying_faults(config: JobConfig, args: DecoderArgs) -> list[str]:
@@ -68,7 +79,10 @@ def _range_faults(config: JobConfig) -> list[str]:
         "checkpoint.keep_every",
         "training.seed",
     ]
-    above_zero = ["optimizer.lr", "optimizer.eps", "training.max_norm"]
+    at_least_zero += ["parametrization.base_batch_tokens", "parametrization.base_timescale"]
+    above_zero = [
+        "optimizer.lr", "optimizer.eps", "training.max_norm", "parametrization.base_tokens_per_parameter"
+    ]  # fmt: skip
     unit = ["optimizer.beta1", "optimizer.beta2", "dropout.p", "layer_dropout.p_max"]
 
     def value(key: str) -> Any:
@@ -260,6 +274,16 @@ def _combination_faults(config: JobConfig) -> list[str]:
             )
         if config.parallelism.pipeline_parallel_degree > 1:
             faults.append("training.state_passing = true: not under pipeline parallel, whose micro-batches overlap")
+    rules = config.parametrization
+    if rules.kind != "standard" and rules.decay == "all":
+        faults.append(f"parametrization.decay = 'all': biases and norms take no weight decay under {rules.kind}")
+    if rules.weight_decay_rule == "printed" and not (rules.base_timescale > 0 and rules.base_batch_tokens > 0):
+        faults.append(
+            "parametrization.weight_decay_rule = 'printed': needs base_timescale and base_batch_tokens, got "
+            f"{rules.base_timescale} and {rules.base_batch_tokens}"
+        )
+    if rules.weight_decay_rule == "printed" and rules.kind == "standard":
+        faults.append("parametrization.weight_decay_rule = 'printed': is a rule of mup and completep, not of standard")
     if skips.granularity == "batch" and skips.sampling == "balanced":
         faults.append(
             "layer_dropout.sampling = 'balanced': cannot be with granularity = 'batch', which drops all sequences "

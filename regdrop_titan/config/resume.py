@@ -20,8 +20,9 @@ from .sections import JobConfig, model_args
 CONFIG_FILE = "config.json"
 SHAPE = (
     "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "tied_embeddings", "layers", "expand",
-    "ssm_head_dim", "state_size", "n_groups", "conv_width",
+    "ssm_head_dim", "state_size", "n_groups", "conv_width", "ffn", "bias", "norm",
 )  # fmt: skip
+MULTIPLIERS = ("kind", "base_dim", "base_layers", "attention_scale")  # of [parametrization]: another function
 NO_SETTINGS = ("job", "model_args", "flops", "tokenizer", "data")  # parts of config.json that follow from others
 ELSEWHERE = "train from these weights in a new job.dump_folder with checkpoint.initial_load_path"
 
@@ -81,6 +82,10 @@ def refusals(config: JobConfig) -> list[str]:
     for name in SHAPE:
         if name in shape and shape[name] != getattr(args, name):
             faults.append(f"architecture.{name} = {getattr(args, name)}: {checkpoint} of {name} = {shape[name]}")
+    multipliers = before.get("parametrization", {})
+    for name in MULTIPLIERS:
+        if name in multipliers and multipliers[name] != (now := getattr(config.parametrization, name)):
+            faults.append(f"parametrization.{name} = {now!r}: {checkpoint} of {multipliers[name]!r}")
     faults += _data_refusals(before, data_identity(config), checkpoint)
     if faults and not survey(Path(config.job.dump_folder) / config.checkpoint.folder)[0]:
         return []  # none is whole: the run begins anew

@@ -15,10 +15,11 @@ from ..regularization.layer_dropout import layer_rates, time_factor
 @dataclass
 class Model(titan.Model):
     name: str = "nape_llama3"
-    """Model family: nape_llama3, mamba2."""
+    """Model family: nape_llama3, mamba2, celerity."""
 
     flavor: str = "debug"
-    """Size of the family. nape_llama3: debug, 150M, 400M, 1B, 3B; mamba2: debug, 45M, 85M, 1.3B."""
+    """Size of the family. nape_llama3: debug, 150M, 400M, 1B, 3B; mamba2: debug, 45M, 85M, 1.3B; celerity: debug,
+    271M, 503M, 906M, 1.8B, 3.9B, 8.2B."""
 
 
 @dataclass
@@ -59,6 +60,15 @@ class Architecture:
     ffn_dim: int | None = None
     """Width of the feed-forward layer."""
 
+    ffn: Literal["swiglu", "relu2"] | None = None
+    """Feed-forward layer: SwiGLU, or a squared ReLU without a gate."""
+
+    bias: bool | None = None
+    """Biases in the linear layers of attention and feed-forward."""
+
+    norm: Literal["rmsnorm", "layernorm"] | None = None
+    """Norm before each sublayer and before the head."""
+
     vocab_size: int | None = None
     """Vocabulary of embedding and head; at least the tokenizer's."""
 
@@ -69,7 +79,7 @@ class Architecture:
     """One matrix for embedding and head."""
 
     embedding_std: float | None = None
-    """Standard deviation of the initial embedding, above 0. Absent: the flavor's."""
+    """Standard deviation of the initial embedding, above 0. Absent: the flavor's, or parametrization.sigma."""
 
     expand: int | None = None
     """Mamba2: inner width over d."""
@@ -158,6 +168,44 @@ class LayerDropout:
 
 
 @dataclass
+class Parametrization:
+    kind: Literal["standard", "mup", "completep"] = "standard"
+    """How initial weights, learning rates, weight decay, eps and multipliers follow width and depth: not at all, with
+    width, or with width, depth and layer density (DD sec. 5, table A.1). optimizer.lr and eps are the base model's."""
+
+    base_dim: int = 0
+    """d_base, width of the model on which the hyperparameters were found. Of mup and completep, which need it."""
+
+    base_layers: int = 0
+    """L_base, its layers. Of completep, which needs it."""
+
+    sigma: float | None = None
+    """Standard deviation of the initial matrices at base width, above 0 (Mamba2's matrices keep PyTorch's). Absent:
+    the flavor's; where it has none, TorchTitan's Llama-3 under standard, 0.02 under mup and completep."""
+
+    attention_scale: Literal["inverse_sqrt", "inverse"] | None = None
+    """Attention scores: q.k / sqrt(head_dim) or q.k / head_dim. Absent: the first under standard, else the second."""
+
+    decay: Literal["all", "matrices"] | None = None
+    """What optimizer.weight_decay acts on: every parameter, as in TorchTitan, or matrices only: no biases and norms.
+    Absent: all under standard, matrices (which is all that they allow) under mup and completep."""
+
+    base_timescale: float = 0.0
+    """tau_base, of AdamW's moving average of updates in epochs of the run, above 0: weight decay then is
+    B / (eta tau D), whatever optimizer.weight_decay says. 0: optimizer.weight_decay is the base model's."""
+
+    base_tokens_per_parameter: float = 20.0
+    """TPP_base, above 0: tau = tau_base (TPP/TPP_base)^-0.5."""
+
+    base_batch_tokens: int = 0
+    """B_base, tokens a step of the base model, for --plan's batch rule B_base (D/D_base)^0.4. 0: no rule."""
+
+    weight_decay_rule: Literal["timescale", "printed"] = "timescale"
+    """With base_timescale: the decay of this run's own B, eta, tau and D, or the row that the paper printed, whose
+    m_D^0.4 should be m_D^0.6 by its own definitions; that needs base_batch_tokens."""
+
+
+@dataclass
 class Training(titan.Training):
     dataset: str = "packed"
     """packed, copying (synthetic; docs/copying.md), or one of TorchTitan's names (c4, c4_test, c4_validation)."""
@@ -224,6 +272,7 @@ class JobConfig(titan.JobConfig):
     architecture: Architecture = field(default_factory=Architecture)
     dropout: Dropout = field(default_factory=Dropout)
     layer_dropout: LayerDropout = field(default_factory=LayerDropout)
+    parametrization: Parametrization = field(default_factory=Parametrization)
     training: Training = field(default_factory=Training)
     validation: Validation = field(default_factory=Validation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -234,3 +283,9 @@ def model_args(config: JobConfig) -> DecoderArgs:
     args = flavor_args(config.model.name, config.model.flavor)
     args.update_from_config(config)
     return args
+
+
+def global_batch(config: JobConfig, dp_degree: int) -> int:
+    """Sequences of an optimizer step on `dp_degree` data-parallel ranks."""
+    training = config.training
+    return training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * dp_degree

@@ -2,8 +2,8 @@
 
 from .args import FAMILIES, DecoderArgs, Flavors, flavor_args
 from .decoder import Decoder
-from .scan import ssd_scan
 from .positions import alibi_slopes, nape_slopes
+from .scan import ssd_scan
 
 __all__ = [
     "FAMILIES",

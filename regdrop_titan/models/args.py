@@ -18,11 +18,21 @@ class DecoderArgs(BaseModelArgs):
     n_kv_heads: int = 12
     ffn_dim: int = 3072
     vocab_size: int = 128256  # Llama-3's
+    ffn: Literal["swiglu", "relu2"] = "swiglu"
+    bias: bool = False  # of the linear layers of attention and feed-forward
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = 1e-5
     tied_embeddings: bool = False
 
     layers: str = "attention"  # kinds of the layers, "attention" or "mamba", a pattern that repeats: "mamba,attention"
-    embedding_std: float | None = None  # of the initial embedding's normal distribution; None: as TorchTitan's Llama-3
+    init_std: float | None = None  # sigma of every initial matrix but Mamba2's; None: as TorchTitan's Llama-3
+    embedding_std: float | None = None  # of the initial embedding; None: `init_std`
+
+    # CompleteP (DD sec. 5, tables A.1, A.2; spec sec. 6); the bases are read by mup and completep
+    parametrization: Literal["standard", "mup", "completep"] = "standard"
+    base_dim: int = 0
+    base_layers: int = 0
+    attention_scale: Literal["inverse_sqrt", "inverse"] | None = None  # of head_dim; None: inverse_sqrt, mup's: inverse
 
     position: Literal["rope", "nope", "alibi", "nape"] = "nape"
     slopes: Literal["inverse", "exp2", "press"] = "inverse"
@@ -61,6 +71,27 @@ class DecoderArgs(BaseModelArgs):
         return self.d_inner // self.ssm_head_dim
 
     @property
+    def width_multiplier(self) -> float:
+        """`m_d = d/d_base`, 1 under the standard parametrization."""
+        return 1.0 if self.parametrization == "standard" else self.dim / self.base_dim
+
+    @property
+    def depth_multiplier(self) -> float:
+        """`m_L = L/L_base`, 1 but under CompleteP."""
+        return self.n_layers / self.base_layers if self.parametrization == "completep" else 1.0
+
+    @property
+    def sigma(self) -> float | None:
+        """The initial standard deviation of matrices at base width; None: as TorchTitan's Llama-3."""
+        return 0.02 if self.init_std is None and self.parametrization != "standard" else self.init_std
+
+    @property
+    def score_scale(self) -> float | None:
+        """The factor of attention scores. None: 1/sqrt(head_dim), attention's own."""
+        default = "inverse_sqrt" if self.parametrization == "standard" else "inverse"
+        return self.n_heads / self.dim if (self.attention_scale or default) == "inverse" else None
+
+    @property
     def layer_kinds(self) -> list[str]:
         """ "attention" or "mamba", layer by layer."""
         pattern = [kind.strip() for kind in self.layers.split(",")]
@@ -86,8 +117,13 @@ class DecoderArgs(BaseModelArgs):
         found += self._mamba_faults() if "mamba" in kinds else []
         if not self.norm_eps > 0:
             found.append(f"norm_eps = {self.norm_eps}: must be above 0")
-        if self.embedding_std is not None and not self.embedding_std > 0:
-            found.append(f"embedding_std = {self.embedding_std}: must be above 0")
+        for name in ("init_std", "embedding_std"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                found.append(f"{name} = {getattr(self, name)}: must be above 0")
+        needed = {"standard": (), "mup": ("base_dim",), "completep": ("base_dim", "base_layers")}
+        for name in needed[self.parametrization]:
+            if getattr(self, name) < 1:
+                found.append(f"{name} = {getattr(self, name)}: {self.parametrization} needs the base model's")
         if not 0.0 <= self.p < 1.0:
             found.append(f"p = {self.p}: must be in [0, 1)")
         return found
@@ -122,7 +158,8 @@ class DecoderArgs(BaseModelArgs):
         return []
 
     def update_from_config(self, job_config, **kwargs) -> None:
-        """Take over the `[architecture]`, `[dropout]`, `[layer_dropout]` and `[training]` keys of a job."""
+        """Take over the `[architecture]`, `[dropout]`, `[layer_dropout]`, `[parametrization]` and `[training]` keys
+        of a job."""
         for field in fields(job_config.architecture):
             value = getattr(job_config.architecture, field.name)
             if value is not None:
@@ -130,6 +167,12 @@ class DecoderArgs(BaseModelArgs):
         for name in ("placement", "p", "mask", "vpad_stop_gradient"):
             setattr(self, name, getattr(job_config.dropout, name))
         self.dropout_schedule = job_config.dropout.schedule
+        parametrization = job_config.parametrization
+        self.parametrization = parametrization.kind
+        for name in ("base_dim", "base_layers", "attention_scale"):
+            setattr(self, name, getattr(parametrization, name))
+        if parametrization.sigma is not None:
+            self.init_std = parametrization.sigma
         layer_dropout = job_config.layer_dropout
         for name in ("unit", "scale_placement", "skip_compute"):
             setattr(self, name, getattr(layer_dropout, name))
@@ -156,11 +199,11 @@ class DecoderArgs(BaseModelArgs):
     def sublayer_flops(self, seq_len: int) -> list[tuple[int, int]]:
         """Training FLOPs a token of each block's first and second sublayer, attention and feed-forward, or Mamba2 and
         nothing; counted as in `flops_per_token`."""
-        norm = self.dim
-        feed_forward = 3 * self.dim * self.ffn_dim + norm
-        attention = self.layer_parameters("attention") - feed_forward
         flops = {
-            "attention": (6 * attention + 12 * self.dim * seq_len, 6 * feed_forward),
+            "attention": (
+                6 * self.attention_parameters() + 12 * self.dim * seq_len,
+                6 * self.feed_forward_parameters(),
+            ),
             "mamba": (6 * self.layer_parameters("mamba") + 12 * self.d_inner * self.state_size, 0),
         }
         return [flops[kind] for kind in self.layer_kinds]
@@ -173,19 +216,31 @@ class DecoderArgs(BaseModelArgs):
     def n_parameters(self) -> int:
         """Parameters in all, by arithmetic (a test compares it with the built model)."""
         embeddings = self.vocab_size * self.dim * (1 if self.tied_embeddings else 2)
-        return embeddings + sum(self.layer_parameters(kind) for kind in self.layer_kinds) + self.dim
+        return embeddings + sum(self.layer_parameters(kind) for kind in self.layer_kinds) + self.norm_parameters()
+
+    def norm_parameters(self) -> int:
+        return self.dim * (2 if self.norm == "layernorm" else 1)
+
+    def attention_parameters(self) -> int:
+        """Of an attention sublayer, its norm included."""
+        kv_dim = self.dim * self.n_kv_heads // self.n_heads
+        biases = 2 * self.dim + 2 * kv_dim if self.bias else 0
+        return 2 * self.dim * self.dim + 2 * self.dim * kv_dim + biases + self.norm_parameters()
+
+    def feed_forward_parameters(self) -> int:
+        """Of a feed-forward sublayer, its norm included."""
+        inputs = 2 if self.ffn == "swiglu" else 1
+        biases = inputs * self.ffn_dim + self.dim if self.bias else 0
+        return (inputs + 1) * self.dim * self.ffn_dim + biases + self.norm_parameters()
 
     def layer_parameters(self, kind: str) -> int:
         """Parameters of one block of a kind."""
         if kind == "mamba":
             bc = 2 * self.n_groups * self.state_size
             projections = self.dim * (2 * self.d_inner + bc + self.ssm_heads) + self.d_inner * self.dim
-            return (
-                projections + (self.d_inner + bc) * (self.conv_width + 1) + 3 * self.ssm_heads + self.d_inner + self.dim
-            )
-        kv_dim = self.n_kv_heads * (self.dim // self.n_heads)
-        attention = 2 * self.dim * self.dim + 2 * self.dim * kv_dim
-        return attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
+            convolutions = (self.d_inner + bc) * (self.conv_width + 1)
+            return projections + convolutions + 3 * self.ssm_heads + self.d_inner + self.norm_parameters()
+        return self.attention_parameters() + self.feed_forward_parameters()
 
 
 def _mamba2(dim: int, n_layers: int, vocab_size: int) -> dict:
@@ -197,8 +252,17 @@ def _mamba2(dim: int, n_layers: int, vocab_size: int) -> dict:
     }  # fmt: skip
 
 
+def _celerity(dim: int, n_layers: int, n_heads: int, vocab_size: int = 128256) -> dict:
+    """A Celerity flavor (DD table A.2, and the co-authors' published configurations; spec secs. 4 and 6)."""
+    return {
+        "dim": dim, "n_layers": n_layers, "n_heads": n_heads, "n_kv_heads": n_heads, "ffn_dim": 8 * dim,
+        "vocab_size": vocab_size, "ffn": "relu2", "bias": True, "norm": "layernorm", "position": "alibi",
+        "slopes": "press", "init_std": 0.02,
+    }  # fmt: skip
+
+
 # Sizes of LG (spec sec. 4): nape_llama3 400M, whose shape 150M, 1B and 3B keep (head dimension 64, SwiGLU of 4 d,
-# untied), and mamba2 45M (for the copying task's characters), 85M, 1.3B.
+# untied), and mamba2 45M (for the copying task's characters), 85M, 1.3B; of DD, celerity.
 FAMILIES: dict[str, dict[str, dict]] = {
     "nape_llama3": {
         "debug": {"dim": 128, "n_layers": 4, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 384, "vocab_size": 2048},
@@ -212,6 +276,15 @@ FAMILIES: dict[str, dict[str, dict]] = {
         "45M": _mamba2(768, 12, 30),
         "85M": _mamba2(768, 12, 50288),
         "1.3B": _mamba2(2048, 48, 50288),
+    },
+    "celerity": {
+        "debug": _celerity(64, 4, 4, vocab_size=2048),
+        "271M": _celerity(640, 13, 10),
+        "503M": _celerity(896, 17, 14),
+        "906M": _celerity(1152, 23, 9),
+        "1.8B": _celerity(1536, 30, 12),
+        "3.9B": _celerity(2048, 40, 16),
+        "8.2B": _celerity(2688, 52, 21),
     },
 }
 

@@ -56,21 +56,29 @@ class AttentionContext:
         return kept
 
 
-def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim) + bias) v, with q (B, H, S, head_dim), k and v (B, H_kv, S, head_dim)."""
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, scale: float | None = None) -> Tensor:
+    """softmax(scale q k^T + bias) v, with q (B, H, S, head_dim), k and v (B, H_kv, S, head_dim).
+
+    `scale` None: 1/sqrt(head_dim).
+    """
     if k.shape[1] != q.shape[1]:
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     if context.bias is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     # autocast would cast the bias to bf16 too
     with torch.autocast(q.device.type, enabled=False):
         bias = context.bias.to(torch.promote_types(q.dtype, torch.float32))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
 
 
 def flex_attention_with_slopes(
-    q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, flex=_compiled_flex_attention
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: AttentionContext,
+    scale: float | None = None,
+    flex=_compiled_flex_attention,
 ) -> Tensor:
     """The same by FlexAttention; `flex` is the compiled or the eager function."""
     slopes = context.slopes
@@ -84,12 +92,13 @@ def flex_attention_with_slopes(
         v,
         score_mod=None if slopes is None else alibi,
         block_mask=context.block_mask,
+        scale=scale,
         enable_gqa=k.shape[1] != q.shape[1],
     )
 
 
 class Attention(nn.Module):
-    """Multi-head attention, no biases. (B, S, d) -> (B, S, d)."""
+    """Multi-head attention. (B, S, d) -> (B, S, d)."""
 
     input_projections = ("wq", "wk", "wv")
 
@@ -101,11 +110,12 @@ class Attention(nn.Module):
         self.head_dim = args.dim // args.n_heads
         self.n_heads = args.n_heads  # of this rank, see shard_heads
         self.n_kv_heads = args.n_kv_heads
+        self.scale = args.score_scale
         self.slopes = head_slopes(args.position, args.slopes, args.n_heads)
-        self.wq = nn.Linear(args.dim, self.n_heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(args.dim, self.n_kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(args.dim, self.n_kv_heads * self.head_dim, bias=False)
-        self.wo = nn.Linear(self.n_heads * self.head_dim, args.dim, bias=False)
+        self.wq = nn.Linear(args.dim, self.n_heads * self.head_dim, bias=args.bias)
+        self.wk = nn.Linear(args.dim, self.n_kv_heads * self.head_dim, bias=args.bias)
+        self.wv = nn.Linear(args.dim, self.n_kv_heads * self.head_dim, bias=args.bias)
+        self.wo = nn.Linear(self.n_heads * self.head_dim, args.dim, bias=args.bias)
 
     def shard_heads(self, rank: int, size: int) -> None:
         """Keep the heads of tensor-parallel rank `rank` of `size`: counts, and the slopes of *its* heads."""
@@ -145,8 +155,8 @@ class Attention(nn.Module):
             q, k = apply_rotary(q, *context.rotary), apply_rotary(k, *context.rotary)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, head_dim)
         if context.block_mask is not None:
-            out = flex_attention_with_slopes(q, k, v, context)
+            out = flex_attention_with_slopes(q, k, v, context, self.scale)
         else:
-            out = sdpa_attention(q, k, v, context)
+            out = sdpa_attention(q, k, v, context, self.scale)
         out = out.transpose(1, 2).reshape(B, S, self.n_heads * self.head_dim)
         return self.wo(out)

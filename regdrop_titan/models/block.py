@@ -14,6 +14,7 @@ from .args import DecoderArgs
 from .attention import Attention, AttentionContext
 from .feed_forward import FeedForward
 from .mamba2 import Mamba2, MambaContext, Passed
+from .norm import build_norm
 
 Context = AttentionContext | MambaContext
 
@@ -30,8 +31,9 @@ class Residual(nn.Module):
 
     def __init__(self, args: DecoderArgs, inner: Attention | FeedForward | Mamba2) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.norm = build_norm(args)
         self.inner = inner
+        self.multiplier = 1 / args.depth_multiplier  # CompleteP's m_L^-1, in training and evaluation
         self.placement = args.placement
         self.p = args.p
         self.scheduled = args.dropout_schedule != "constant"
@@ -42,6 +44,10 @@ class Residual(nn.Module):
         self.n_masks = len(inner.input_projections) if args.mask == "per_linear" else 1
 
     def forward(self, x: Tensor, **context) -> Tensor:  # (B, S, d) -> (B, S, d)
+        update = self.update(x, **context)
+        return update if self.multiplier == 1.0 else update * self.multiplier
+
+    def update(self, x: Tensor, **context) -> Tensor:
         h = self.norm(x)
         p: float | Tensor = self.rate if self.scheduled else self.p
         match self.placement if self.training and self.p > 0.0 else "none":

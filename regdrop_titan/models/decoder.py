@@ -11,6 +11,7 @@ from .args import DecoderArgs
 from .block import Block, Context
 from .initialization import initialize
 from .mamba2 import Passed
+from .norm import build_norm
 from .positions import document_ids
 
 
@@ -27,7 +28,7 @@ class Decoder(ModelProtocol):
         self.sequence_shards = 1  # tensor-parallel ranks that a sequence is split over between blocks
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleDict({str(i): Block(args, kind) for i, kind in enumerate(args.layer_kinds)})
-        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.norm = build_norm(args)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         self.tie_embeddings()
 
@@ -120,7 +121,10 @@ class Decoder(ModelProtocol):
                 contexts[kind] = layer.context(seq_len, h.device, documents)
             h = layer(h, layer.own_context(contexts[kind], name, passed), kept[int(name)])
         h = self.norm(h) if self.norm is not None else h
-        return self.output(h) if self.output is not None else h
+        if self.output is None:
+            return h
+        m_d = self.args.width_multiplier  # the logits are divided by it, here before they are many
+        return self.output(h if m_d == 1.0 else h / m_d)
 
     def kept(self, h: Tensor, keep, scale: Sequence[float] | None) -> list[tuple[Kept, ...]]:
         """For every layer, what its block keeps of `h` (B, S, d) and by what its update is multiplied."""

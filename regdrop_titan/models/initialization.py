@@ -2,7 +2,7 @@
 
 DTensor's random generator does not support the CPU, so TorchTitan's own initialisation would give every rank's
 shard the same numbers there. Here each parameter is drawn whole on the CPU, from its own stream, and each rank
-keeps its shard. Distributions are those of TorchTitan's Llama-3.
+keeps its shard.
 """
 
 import re
@@ -25,13 +25,19 @@ def canonical_name(name: str) -> str:
 
 
 def weight_std(name: str, args: DecoderArgs) -> tuple[float, float]:
-    """Standard deviation and cut-off (both absolute) of a weight matrix's truncated normal distribution."""
-    head_std = args.dim**-0.5
-    if name == "tok_embeddings.weight" and args.embedding_std is not None:
+    """Standard deviation and cut-off (both absolute) of a weight matrix's truncated normal distribution.
+
+    With `args.sigma`: sigma^2 for embedding and head, sigma^2 / m_d for matrices of the blocks (spec sec. 6). Without:
+    as TorchTitan's Llama-3, depth-scaled.
+    """
+    embedding, head = name == "tok_embeddings.weight", name == "output.weight"
+    if embedding and args.embedding_std is not None:
         return args.embedding_std, torch.inf
-    if name == "output.weight" or (name == "tok_embeddings.weight" and args.tied_embeddings):
-        return head_std, 3 * head_std
-    if name == "tok_embeddings.weight":
+    if args.sigma is not None:
+        return args.sigma / (1.0 if embedding or head else args.width_multiplier**0.5), torch.inf
+    if head or (embedding and args.tied_embeddings):
+        return args.dim**-0.5, 3 * args.dim**-0.5
+    if embedding:
         return 1.0, torch.inf
     _, layer, *_, matrix, _ = name.split(".")  # layers.3.attention.inner.wq.weight
     # matrices that write to the residual stream shrink with depth; Llama-3 treats w3 as one of them
@@ -41,11 +47,13 @@ def weight_std(name: str, args: DecoderArgs) -> tuple[float, float]:
 def initial_value(name: str, shape: torch.Size, args: DecoderArgs) -> Tensor:
     """The whole initial value of the parameter called `name`, fp32 on the CPU."""
     value = torch.empty(shape, dtype=torch.float32, device="cpu")
-    if name.endswith("norm.weight"):
-        return value.fill_(1.0)
     generator = torch.Generator().manual_seed(derive_seed("weights", args.seed, name))
     if ".mamba.inner." in name:
         return mamba2.initial_value(name.split(".mamba.inner.")[1], value, generator, args)
+    if name.endswith("norm.weight"):
+        return value.fill_(1.0)
+    if name.endswith(".bias"):
+        return value.zero_()
     std, cut = weight_std(name, args)
     if cut == torch.inf:
         return value.normal_(0.0, std, generator=generator)

@@ -221,7 +221,8 @@ def initial_value(name: str, value: Tensor, generator: torch.Generator, args: De
         case ["in_proj", _, "weight"]:
             bound = args.dim**-0.5
         case ["out_proj", "weight"]:
-            bound = (args.d_inner * args.n_layers) ** -0.5
+            # over sqrt(L); under CompleteP the depth is the residual multiplier's, and L the base's
+            bound = (args.d_inner * args.n_layers / args.depth_multiplier) ** -0.5
         case _:
             raise ValueError(f"no initial value for {name}")
     return value.uniform_(-bound, bound, generator=generator)  # PyTorch's default for linear and convolution
