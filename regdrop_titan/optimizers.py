@@ -18,8 +18,14 @@ def build_optimizers(
     parameter of its model part has."""
     optimizers = build_titan_optimizers(model_parts, config.optimizer, parallel_dims)
     sequences = global_batch(config, parallel_dims.dp_replicate * parallel_dims.dp_shard)
-    settings = group_settings(config, run_scale(config, sequences * config.training.seq_len))
-    for part, optimizer in zip(model_parts, optimizers, strict=True):
+    set_groups(optimizers, config, sequences * config.training.seq_len)
+    return optimizers
+
+
+def set_groups(optimizers: OptimizersContainer, config: JobConfig, tokens_per_step: int) -> None:
+    """Divide each optimizer's single group."""
+    settings = group_settings(config, run_scale(config, tokens_per_step))
+    for part, optimizer in zip(optimizers.model_parts, optimizers, strict=True):
         by_settings: dict[Settings, list[nn.Parameter]] = {settings[name]: [] for name in GROUPS}
         for name, parameter in part.named_parameters():
             by_settings[settings[group_of(canonical_name(name), parameter.ndim)]].append(parameter)
@@ -29,4 +35,3 @@ def build_optimizers(
         for own, parameters in by_settings.items():
             if parameters:  # a checkpoint cannot hold a group without any
                 optimizer.add_param_group({**common, **vars(own), "params": parameters})
-    return optimizers

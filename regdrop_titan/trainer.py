@@ -24,8 +24,7 @@ from . import state_passing
 from .checkpoints.manager import CheckpointManager
 from .config import JobConfig
 from .config.resume import data_identity, differences, previous_config, write_config
-from .data import copying
-from .data.loader import Batch, TrainingLoader
+from .data.loader import Batch, TrainingLoader, eos_id
 from .data.mixture import Mixture
 from .data.packed import DataError
 from .models.positions import document_ids
@@ -106,9 +105,9 @@ class Trainer(titan_train.Trainer):
         if job_config.validation.enable:
             self.validator.stop_requested = self.stop_requested
         self.samples = self.dataloader.samples if isinstance(self.dataloader, TrainingLoader) else None
+        self.model_args.eos_id = eos_id(self.dataloader, self.tokenizer)
         for part in self.model_parts:
-            part.args.eos_id = self.eos_id()
-        self.model_args.eos_id = self.eos_id()
+            part.args.eos_id = self.model_args.eos_id
         if dims.pp_enabled:
             self.seed_pipeline_forwards()
         self.passed_states: PassedStates | None = None
@@ -150,14 +149,6 @@ class Trainer(titan_train.Trainer):
         largest = torch.tensor([value])
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=self.gloo)
         return int(largest.item())
-
-    def eos_id(self) -> int:
-        """The end-of-text id of the training data."""
-        if self.tokenizer is not None:
-            return self.tokenizer.eos_id or 0
-        if self.job_config.training.dataset == "copying":
-            return copying.END
-        return self.samples.sources[0].dataset.tokens.manifest["eos_id"]
 
     def config_record(self) -> dict[str, Any]:
         """The resolved configuration, for `config.json`: it names the model and the data for every later command."""

@@ -13,7 +13,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.hf_datasets.text_datasets import build_text_dataloader
 
-from .copying import CopyingDataset
+from .copying import END, CopyingDataset
 from .mixture import Mixture
 
 Sample = dict[str, torch.Tensor]  # {"input": (S,), "labels": (S,)} int64
@@ -32,7 +32,7 @@ def _stack(samples: list[Sample]) -> Batch:
 class TrainingLoader(BaseDataLoader):
     """Micro-batches for ever: ({"input": (B, S)}, labels (B, S)). `samples` has a sample for every i >= 0."""
 
-    def __init__(self, samples: Samples, batch_size: int, dp_rank: int, dp_world_size: int) -> None:
+    def __init__(self, samples: Mixture | CopyingDataset, batch_size: int, dp_rank: int, dp_world_size: int) -> None:
         self.samples = samples
         self.batch_size = batch_size
         self.dp_rank = dp_rank
@@ -90,3 +90,12 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer, job_config) ->
     else:
         return build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
     return TrainingLoader(samples, training.local_batch_size, dp_rank, dp_world_size)
+
+
+def eos_id(loader: BaseDataLoader, tokenizer) -> int:
+    """The end-of-text id of the data that `loader` reads; `tokenizer` is that of TorchTitan's own data sets."""
+    if not isinstance(loader, TrainingLoader):
+        return tokenizer.eos_id or 0
+    if isinstance(loader.samples, CopyingDataset):
+        return END
+    return loader.samples.sources[0].dataset.tokens.manifest["eos_id"]
