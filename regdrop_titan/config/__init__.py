@@ -5,7 +5,7 @@
 starts a process group or reads data, unless `inputs=True` asks for the data paths to be looked at.
 """
 
-from .reading import ConfigError, load_config
+from .reading import ConfigError, key_fault, load_config
 from .sections import Architecture, JobConfig, global_batch, model_args
 
-__all__ = ["Architecture", "ConfigError", "JobConfig", "global_batch", "load_config", "model_args"]
+__all__ = ["Architecture", "ConfigError", "JobConfig", "global_batch", "key_fault", "load_config", "model_args"]

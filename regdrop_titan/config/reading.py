@@ -126,6 +126,16 @@ def _field_type(key: str) -> Any:
     return cls
 
 
+def key_fault(key: str, value: Any) -> str | None:
+    """What is wrong with `section.key = value` by spelling and type, in one sentence; None where nothing is."""
+    known = _keys(JobConfig)
+    if key not in known:
+        return f"{key}: unknown key{_nearest(key, known)}"
+    if not _matches(_field_type(key), value):
+        return f"{key} = {value!r}: must be {_describe(_field_type(key))}"
+    return None
+
+
 def _read_overrides(args: list[str], faults: list[str]) -> list[Override]:
     """The overrides in `args`; what is not one is listed in `faults`.
 
