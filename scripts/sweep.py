@@ -26,6 +26,7 @@ from regdrop_titan.sweeps.runs import (
     is_done,
     listing,
     local_launcher,
+    make_folder,
     settle_changes,
     told,
     train_command,
@@ -85,7 +86,8 @@ def report_invalid(invalid: dict[str, list[str]]) -> int:
 
 
 def checked(sweep: Sweep, world_size: int, restart_changed: bool = False, inputs: bool = True):
-    """`check`, with the data looked at, of a sweep whose folders hold no other runs."""
+    """`check` of a sweep whose folder can be used and holds no runs with other settings."""
+    make_folder(sweep)
     configs, _ = check(sweep.runs, world_size)
     settle_changes(sweep.runs, configs, world_size, restart_changed)
     configs, invalid = check(sweep.runs, world_size, inputs)
@@ -122,6 +124,7 @@ def run_one(sweep: Sweep, name: str, restart_changed: bool) -> int:
     world_size, launcher = nodes * sweep.processes, node_launcher(sweep.processes)
     if os.environ.get("SLURM_NODEID", "0") != "0":  # the first node keeps the records
         os.execvp(SHIELDED[0], [*SHIELDED, *train_command(runs[0], launcher)])
+    make_folder(sweep)
     configs, invalid = check(runs, world_size)
     if invalid:
         raise SweepError(told(invalid).splitlines())

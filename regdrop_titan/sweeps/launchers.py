@@ -113,7 +113,7 @@ exit "$status"
 
 def write_sbatch(sweep: Sweep, runs: list[Run], slurm: Slurm) -> Path:
     """Write the job array of `runs` into the sweep's folder; returns the file."""
-    (sweep.folder / "slurm").mkdir(parents=True, exist_ok=True)  # SLURM does not make it
+    (sweep.folder / "slurm").mkdir(exist_ok=True)  # SLURM does not make it
     file = sweep.folder / "sweep.sbatch"
     write_whole(file, sbatch_script(sweep, runs, slurm))
     return file
@@ -204,7 +204,6 @@ def wandb_yaml(sweep: Sweep, runs: list[Run]) -> str:
 
 def write_wandb(sweep: Sweep, runs: list[Run]) -> Path:
     """Write the W&B sweep of `runs` into the sweep's folder; returns the file."""
-    sweep.folder.mkdir(parents=True, exist_ok=True)
     file = sweep.folder / "wandb.yaml"
     write_whole(file, wandb_yaml(sweep, runs))
     return file

@@ -50,6 +50,16 @@ def check(runs: list[Run], world_size: int, inputs: bool = False) -> tuple[dict[
     return configs, invalid
 
 
+def make_folder(sweep: Sweep) -> None:
+    """Raises SweepError where the sweep's folder cannot be made or written."""
+    try:
+        sweep.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SweepError([f"folder = {str(sweep.folder)!r}: {error.strerror}"]) from None
+    if not os.access(sweep.folder, os.W_OK):
+        raise SweepError([f"folder = {str(sweep.folder)!r}: not writable"])
+
+
 # Records ---------------------------------------------------------------------------------------------------------
 
 
@@ -119,7 +129,6 @@ def write_summary(sweep: Sweep, invalid: dict[str, list[str]] | None = None) -> 
     Args:
         invalid: faults of the runs that cannot run, where this process has checked them; else they stay as they are.
     """
-    sweep.folder.mkdir(parents=True, exist_ok=True)
     with _locked(sweep.folder / "sweep.lock"):
         if invalid is None:
             before = read_record(sweep.folder).get("runs", [])
