@@ -19,8 +19,9 @@ from pathlib import Path
 from regdrop_titan.signals import STOPPED
 from regdrop_titan.sweeps import Sweep, SweepError, read_sweep
 from regdrop_titan.sweeps.launchers import Slurm, node_launcher, submit, write_sbatch, write_wandb
-from regdrop_titan.sweeps.local import SHIELDED, LocalSweep
+from regdrop_titan.sweeps.local import LocalSweep
 from regdrop_titan.sweeps.runs import (
+    SHIELDED,
     check,
     commands,
     is_done,

@@ -17,7 +17,9 @@ def python(*command):
     )
 
 
-@pytest.mark.parametrize("name", ["benchmark", "evaluate", "export_hf", "import_hf", "prepare_data", "train_tokenizer"])
+@pytest.mark.parametrize(
+    "name", ["benchmark", "evaluate", "export_hf", "import_hf", "prepare_data", "sweep", "train_tokenizer"]
+)
 def test_help(name, script, capsys):
     assert script(name, "--help") == 0
     assert "usage" in capsys.readouterr().out

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import pickle
+import re
 import shlex
 import signal
 import subprocess
@@ -417,7 +418,8 @@ def test_stopped_by_a_signal(write, script, capsys, trained, tmp_path, number, s
     assert script("sweep", file, "--run", "local") == status
     thread.join()
     assert signal.getsignal(number) == handler
-    assert "the same command goes on" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{number.name}: the runs in progress save and stop" in said and "the same command goes on" in said
     assert summary(tmp_path) == {"first": "done", "lasting": "stopped", "last": "waiting"}
     assert json.loads((tmp_path / "out/lasting/sweep.json").read_text())["exit_status"] == 75
     assert script("sweep", file, "--run", "local") == 0
@@ -604,9 +606,12 @@ def test_slurm_task(tmp_path):
     thread.start()
     while task.process is None:
         pass
+    while Path(f"/proc/{task.process.pid}/comm").read_text() != "sleep\n":
+        pass
+    task.process.send_signal(signal.SIGUSR2)
     again = task.checkpoint()
     thread.join()
-    assert task.process.returncode == -signal.SIGTERM
+    assert task.process.returncode == -signal.SIGTERM  # USR2, which submitit takes, does not reach it
     assert again.function.command == ["sleep", "60"] and again.function.process is None
 
 
@@ -661,7 +666,7 @@ def test_six_real_runs(write, script, capsys, tmp_path):
     assert script("sweep", file, "--run", "local") == 1
     said = capsys.readouterr()
     assert "invalid cannot run:\n  optimizer.beta1 = 2.0" in said.err
-    assert "crashing failed: step 2: the loss is not finite on rank 0" in said.err
+    assert re.search("crashing failed: step 2: the (gradient norm is nan|loss is not finite)", said.err)
     assert summary(tmp_path) == dict.fromkeys(GOOD, "done") | {"invalid": "invalid", "crashing": "failed"}
     for name in GOOD:
         check_trained(tmp_path / "out", name)

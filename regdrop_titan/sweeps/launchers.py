@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..files import write_whole
 from .file import Run, Sweep, SweepError
-from .runs import TORCHRUN, local_launcher
+from .runs import SHIELDED, TORCHRUN, local_launcher
 
 SAVE_BEFORE = 300  # seconds before the time limit at which SLURM asks the runs to save
 
@@ -128,7 +128,7 @@ class SlurmTask:
         self.process: subprocess.Popen | None = None
 
     def __call__(self) -> None:
-        self.process = subprocess.Popen(self.command)
+        self.process = subprocess.Popen([*SHIELDED, *self.command])
         if status := self.process.wait():
             raise subprocess.CalledProcessError(status, self.command)
 
@@ -136,7 +136,7 @@ class SlurmTask:
         import submitit
 
         if self.process is not None:
-            self.process.send_signal(signal.SIGTERM)  # the same request as SLURM's signal, where that came to it too
+            self.process.send_signal(signal.SIGTERM)  # the only request to stop: SLURM's signal does not reach it
             self.process.wait()
         return submitit.helpers.DelayedSubmission(SlurmTask(self.command))
 

@@ -24,11 +24,20 @@ from ..config import JobConfig
 from ..files import write_json
 from ..signals import SAME_REQUEST, STOPPED
 from .file import Run, Sweep, SweepError
-from .runs import RECORD, identity, is_done, last_logged, read_record, shown_loss, table, train_command, write_summary
+from .runs import (
+    RECORD,
+    SHIELDED,
+    identity,
+    is_done,
+    last_logged,
+    read_record,
+    shown_loss,
+    table,
+    train_command,
+    write_summary,
+)
 
 LOG, LOCK = "sweep.log", "sweep.lock"
-# SLURM sends its signals to all processes of a job; USR1 and USR2 would end the launcher. Ranks take USR1 themselves.
-SHIELDED = ("sh", "-c", 'trap "" USR1 USR2; exec "$@"', "sweep")
 POLL, REPORT = 0.2, 60.0  # seconds between two looks at the runs, and between two reports where there is no terminal
 SAVING = (
     "600"  # seconds that torchrun gives ranks to save, in place of its 30; of use from the version on that reads it
@@ -56,10 +65,6 @@ class StopRequests:
     def _handle(self, number: int, _frame: Any) -> None:
         if self.received and time.monotonic() - self._passed_on < SAME_REQUEST:
             return  # a process group and its launcher both send it
-        if not self.received:
-            print(
-                f"{signal.Signals(number).name}: the runs save and stop; a second signal ends them at once", flush=True
-            )
         self.received, self._passed_on = self.received or number, time.monotonic()
         for started in self.running:
             started.process.send_signal(signal.SIGINT)
@@ -204,6 +209,7 @@ class LocalSweep:
         self.stop = StopRequests(self.running)
         self.steps_done = 0  # by runs that have ended, in this call
         self.begun = self.reported = time.monotonic()
+        self.stop_told = False
         self.drawn = 0  # lines of the table on the terminal
         self.terminal = sys.stdout.isatty()
 
@@ -286,7 +292,7 @@ class LocalSweep:
         done = self.steps_done + sum(self._steps(started) for started in self.running)
         share = 100 * sum(at.values()) / total
         text = f"{self._ended()} of {len(self.runs)} runs ended, {share:.0f} % of the steps done"
-        if done and left > 0:
+        if done and self.running:
             seconds = (time.monotonic() - self.begun) / done * left
             text += f", about {timedelta(seconds=round(seconds))} left"
         return text
@@ -305,6 +311,10 @@ class LocalSweep:
     def _show(self) -> None:
         """On a terminal the table in its place, at most twice a second; else a report a minute."""
         now = time.monotonic()
+        if self.stop.received and not self.stop_told:
+            name = signal.Signals(self.stop.received).name
+            print(f"{name}: the runs in progress save and stop; a second signal ends them at once", flush=True)
+            self.stop_told, self.drawn = True, 0
         if now - self.reported < (0.5 if self.terminal else REPORT):
             return
         self.reported = now

@@ -24,6 +24,8 @@ from .file import Run, Sweep, SweepError
 
 RECORD = "sweep.json"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+# SLURM sends its signals to all processes of a job; USR1 and USR2 would end the launcher. Ranks take USR1 themselves.
+SHIELDED = ("sh", "-c", 'trap "" USR1 USR2; exec "$@"', "sweep")
 
 
 def train_command(run: Run, launcher: Sequence[str]) -> list[str]:
