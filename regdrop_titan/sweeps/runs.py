@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.safety import steps_in
-from ..config import ConfigError, JobConfig, load_config, model_args
+from ..config import ConfigError, JobConfig, global_batch, load_config, model_args
 from ..config.resume import differences
 from ..files import free_name, write_json
 from ..metrics import METRICS_FILE
-from ..plan import GIB, global_batch, memory_bytes
+from ..plan import GIB, data_parallel_degree, memory_bytes
 from .file import Run, Sweep, SweepError
 
 RECORD = "sweep.json"
@@ -74,9 +74,14 @@ def read_record(folder: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
+def sequences(config: JobConfig, world_size: int) -> int:
+    """Of a step."""
+    return global_batch(config, data_parallel_degree(config, world_size))
+
+
 def identity(config: JobConfig, world_size: int) -> dict[str, Any]:
     """What makes a run's results its own, as JSON gives it back."""
-    return json.loads(json.dumps({"config": config.to_dict(), "sequences": global_batch(config, world_size)}))
+    return json.loads(json.dumps({"config": config.to_dict(), "sequences": sequences(config, world_size)}))
 
 
 def is_done(run: Run) -> bool:
@@ -203,7 +208,7 @@ def listing(sweep: Sweep, configs: dict[str, JobConfig], world_size: int) -> str
             continue
         config, logged = configs[run.name], last_logged(run)
         n_parameters = model_args(config).n_parameters()
-        tokens = global_batch(config, world_size) * config.training.seq_len * config.training.steps
+        tokens = sequences(config, world_size) * config.training.seq_len * config.training.steps
         memory = sum(memory_bytes(config, world_size, n_parameters).values()) / GIB
         rows.append((
             status, run.name, short(n_parameters), f"{config.training.steps:,}", short(tokens),
