@@ -674,3 +674,15 @@ def test_six_real_runs(write, script, capsys, tmp_path):
     assert script("sweep", file, "--run", "local") == 1
     assert ended == {name: json.loads((tmp_path / "out" / name / "sweep.json").read_text())["ended"] for name in GOOD}
     assert json.loads((tmp_path / "out/crashing/sweep.json").read_text())["starts"] == 2
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "sweeps").glob("*.toml")), ids=lambda file: file.stem)
+def test_the_papers_sweeps(file):
+    """Every run of every sweep file can run (looked at under one seed); the file says how to run it."""
+    sweep = read_sweep(file)
+    seed = sweep.runs[0].values.get("training.seed")
+    _, invalid = sweep_runs.check([r for r in sweep.runs if r.values.get("training.seed") == seed], sweep.processes)
+    assert invalid == {} and len(sweep.runs) >= 7
+    head = file.read_text().split("\n\n")[0]
+    assert f"scripts/sweep.py sweeps/{file.name}" in head and f"outputs/sweeps/{file.stem}" in head
+    assert sweep.folder == Path("outputs/sweeps") / file.stem

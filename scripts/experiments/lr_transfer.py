@@ -1,7 +1,7 @@
-"""Does the best learning rate stay when the width changes? Short runs of a grid of learning rates at several widths, under
-several parametrizations (DD fig. 3, and the judge of any muP).
+"""Does the best learning rate stay when the width changes? Short runs of a grid of learning rates at several widths,
+under several parametrizations (DD fig. 3, and the judge of any muP).
 
-    python scripts/experiments/lr_transfer.py [--widths 64 128 256] [--kinds completep standard] [--steps 100] [--seeds 2]
+    python scripts/experiments/lr_transfer.py [--widths 64 128 256] [--kinds completep standard] [--steps 100]
 
 Runs in one process, on one GPU where there is one; a second call does what is missing. Writes lr_transfer.json,
 lr_transfer.md and lr_transfer.png into --folder. Any key of the TOML can be overridden: --architecture.n_layers 4.
@@ -9,6 +9,7 @@ lr_transfer.md and lr_transfer.png into --folder. Any key of the TOML can be ove
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -39,7 +40,7 @@ def final_loss(config: JobConfig, steps: int, device: torch.device, bar: tqdm) -
 def best(losses: Losses, kind: str, width: int) -> float:
     """The learning rate with the lowest mean loss; a diverged run (NaN) is the worst."""
     at = {lr: statistics.mean(v) for (k, w, lr), v in losses.items() if (k, w) == (kind, width)}
-    return min(at, key=lambda lr: (at[lr] != at[lr], at[lr]))
+    return min(at, key=lambda lr: (math.isnan(at[lr]), at[lr]))
 
 
 def table(losses: Losses, kinds: list[str], widths: list[int], lrs: list[float]) -> str:
@@ -116,7 +117,11 @@ def main() -> int:
     if before["settings"] != settings:
         print(f"error: {file} is of other settings; give another --folder", file=sys.stderr)
         return 2
-    done = {(r["kind"], r["width"], r["lr"], r["seed"]): r["loss"] for r in before["runs"]}
+    # JSON has no NaN: a diverged run is null there
+    done = {
+        (r["kind"], r["width"], r["lr"], r["seed"]): math.nan if r["loss"] is None else r["loss"]
+        for r in before["runs"]
+    }
     missing = [key for key in runs if key not in done]
     with tqdm(total=len(missing) * own.steps, unit="step", mininterval=1.0) as bar:
         for key in missing:

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# The second paper's table 3 at a size for a CPU: every distribution of layer dropout over depth under every schedule over
+# time, against the dense model; two seeds; 20 runs of 500 steps (sweeps/layer_dropout_tiny.toml).
+#   ./scripts/experiments/layer_dropout_tiny.sh [--jobs N]
+# --jobs: runs at a time, which share the cores (default: 2). A second call does what is missing. The report (report.md,
+# CSV, PNG) goes to outputs/sweeps/layer_dropout_tiny/report.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+jobs=2
+case "${1:-}" in
+    "") ;;
+    --jobs)
+        [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || { echo "error: --jobs needs a number of at least 1" >&2; exit 2; }
+        jobs="$2"
+        ;;
+    -h | --help)
+        sed -n '2,6s/^# //p' "$0"
+        exit 0
+        ;;
+    *)
+        echo "error: unknown argument $1 (see --help)" >&2
+        exit 2
+        ;;
+esac
+. scripts/venv.sh
+
+python - <<'PYTHON' # once, before runs start side by side
+from pathlib import Path
+
+from regdrop_titan.data.stdlib_corpus import build_stdlib_corpus
+
+build_stdlib_corpus(Path("data/stdlib"))
+PYTHON
+status=0
+python scripts/sweep.py sweeps/layer_dropout_tiny.toml --run local --jobs "$jobs" || status=$?
+((status <= 1)) || exit "$status" # stopped, or could not start
+python scripts/report.py outputs/sweeps/layer_dropout_tiny
+exit "$status"
