@@ -107,6 +107,8 @@ def test_the_same_is_not_refused(resumed, packed, tmp_path):
         (["--training.seq_len", "16"], "training.seq_len = 16: the run's position in its data counts samples of 32"),
         (["--training.dataset", "copying", "--training.copying_lengths", "2", "5"],
          "training.dataset = 'copying': the checkpoints in {out} are of 'packed'"),
+        (["--architecture.norm", "layernorm"], "architecture.norm = layernorm: the checkpoints in {out} are of norm ="),
+        (["--parametrization.base_dim", "32"], "parametrization.base_dim = 32: the checkpoints in {out} are of 0"),
     ],
 )  # fmt: skip
 def test_what_cannot_go_on_is_refused(resumed, tmp_path, args, fault):

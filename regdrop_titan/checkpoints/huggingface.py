@@ -196,6 +196,13 @@ def export_huggingface(model: Decoder, folder: Path, dtype: torch.dtype = torch.
     args = model.args
     if set(args.layer_kinds) != {"mamba"}:
         raise CheckpointError(f"only stacks of Mamba2 layers can be exported, this one is {args.layers!r}")
+    if args.norm != "rmsnorm":
+        raise CheckpointError(f"the format has no place for norm = {args.norm!r}")
+    if (args.width_multiplier, args.depth_multiplier) != (1, 1):
+        raise CheckpointError(
+            f"the format has no place for the multipliers of {args.parametrization}: m_d = {args.width_multiplier:g}, "
+            f"m_L = {args.depth_multiplier:g}"
+        )
     if folder.exists() and any(folder.iterdir()):
         raise CheckpointError(f"{folder}: is not empty")
     folder.mkdir(parents=True, exist_ok=True)

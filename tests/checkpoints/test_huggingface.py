@@ -142,6 +142,15 @@ def test_hybrids_are_not_exported(tmp_path):
         export_huggingface(model, tmp_path / "hf")
 
 
+def test_what_the_format_has_no_place_for(tmp_path):
+    model = build_model("mamba2", "debug", **SIZES, parametrization="mup", base_dim=SIZES["dim"] // 2)
+    with pytest.raises(CheckpointError, match="no place for the multipliers of mup: m_d = 2, m_L = 1"):
+        export_huggingface(model, tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="no place for norm = 'layernorm'"):
+        export_huggingface(build_model("mamba2", "debug", **SIZES, norm="layernorm"), tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
 def test_scripts_and_continual_pretraining(tmp_path, packed, script, capsys):
     """Export of a run, import of that, and a run that starts from it: the first loss is that of the weights."""
     mamba = ["--model.name", "mamba2", "--architecture.ssm_head_dim", "16", "--architecture.state_size", "16"]
