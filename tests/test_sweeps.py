@@ -1,6 +1,7 @@
 """Sweeps: what a file expands to, what is refused, what is run again, and what others are given to run."""
 
 import contextlib
+import csv
 import fcntl
 import json
 import os
@@ -674,6 +675,13 @@ def test_six_real_runs(write, script, capsys, tmp_path):
     assert script("sweep", file, "--run", "local") == 1
     assert ended == {name: json.loads((tmp_path / "out" / name / "sweep.json").read_text())["ended"] for name in GOOD}
     assert json.loads((tmp_path / "out/crashing/sweep.json").read_text())["starts"] == 2
+
+    assert script("report", str(tmp_path / "out")) == 0
+    table = (tmp_path / "out/report/report.md").read_text()
+    for name in (*GOOD, "invalid", "crashing"):
+        assert re.search(rf"^\|.*\b{re.escape(name)}\b.*\|$", table, re.M), name
+    runs = list(csv.DictReader((tmp_path / "out/report/runs.csv").read_text().splitlines()))
+    assert {run["name"]: run["status"] for run in runs} == summary(tmp_path)
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "sweeps").glob("*.toml")), ids=lambda file: file.stem)
