@@ -61,8 +61,10 @@ def memory_bytes(config: JobConfig, world_size: int, n_parameters: int) -> dict[
     width = 2 if training.mixed_precision_param == "bfloat16" else 4
     kinds = args.layer_kinds
     largest = max(args.layer_parameters(kind) for kind in kinds)
+    attention = width * tokens * (16 * args.dim + (5 if args.ffn == "swiglu" else 3) * args.ffn_dim) / tp
     by_kind = {
-        "attention": width * tokens * (16 * args.dim + (5 if args.ffn == "swiglu" else 3) * args.ffn_dim) / tp,
+        "attention": attention,
+        "nope": attention,
         # a row of each head's decay matrix, in fp32 and twice in the working precision, beside the channels
         "mamba": tokens
         * (width * (3 * args.dim + 8 * args.d_inner) + args.ssm_heads * args.chunk_size * (4 + 2 * width))
@@ -224,7 +226,7 @@ def plan(config: JobConfig, world_size: int, mfu: float, peak_tflops: float) -> 
     hours = flops * executed_share(config) / (world_size * peak_tflops * 1e12 * mfu) / 3600
 
     positions = args.position + (f", {args.slopes} slopes" if args.position in ("nape", "alibi") else "")
-    if "attention" not in args.layer_kinds:
+    if set(args.layer_kinds) == {"mamba"}:
         positions = "none but the state's"
 
     rows = [

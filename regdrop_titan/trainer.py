@@ -170,7 +170,8 @@ class Trainer(titan_train.Trainer):
         hold other tokens: dropout stands where the sequence is split), and a resumed run draws what the undisturbed
         run would have.
         """
-        if self.model_args.placement == "none" or self.model_args.p == 0:
+        args = self.model_args
+        if (args.placement == "none" or args.p == 0) and args.attention_p == 0:
             return
         tp_mesh = self.parallel_dims.get_optional_mesh("tp")
         ranks = (self.dp_rank, 0 if tp_mesh is None else tp_mesh.get_local_rank())

@@ -85,7 +85,7 @@ def test_optional_flags(args, value):
         ),
         (
             "[architecture]\nlayers = 'mamba,lstm'",
-            "architecture.layers = 'mamba,lstm': 'lstm' is none of attention, mamba",
+            "architecture.layers = 'mamba,lstm': 'lstm' is none of attention, nope, mamba",
         ),
         ("[training]\nmax_skips = 0", "training.max_skips = 0: must be at least 1"),
         ("[compile]\ncomponents = ['optimizer']", "compile.components: unknown optimizer"),

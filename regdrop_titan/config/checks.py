@@ -27,7 +27,8 @@ def validate(config: JobConfig, world_size: int | None = None) -> list[str]:
     if config.model.flavor not in flavors:
         return [*faults, f"model.flavor = {config.model.flavor!r}: must be one of {', '.join(flavors)}"]
     args = model_args(config)
-    model_faults = [f for f in args.faults() if not f.startswith("p = ")]  # p: dropout.p, named by its range
+    # p and attention_p: dropout's, named by their ranges
+    model_faults = [f for f in args.faults() if not f.startswith(("p = ", "attention_p = "))]
     faults += [_named(fault) for fault in model_faults]
     if not model_faults:
         faults += _parallel_faults(config, args, world_size)
@@ -83,7 +84,7 @@ def _range_faults(config: JobConfig) -> list[str]:
     above_zero = [
         "optimizer.lr", "optimizer.eps", "training.max_norm", "parametrization.base_tokens_per_parameter"
     ]  # fmt: skip
-    unit = ["optimizer.beta1", "optimizer.beta2", "dropout.p", "layer_dropout.p_max"]
+    unit = ["optimizer.beta1", "optimizer.beta2", "dropout.p", "dropout.attention_p", "layer_dropout.p_max"]
 
     def value(key: str) -> Any:
         section, name = key.split(".")
@@ -138,7 +139,7 @@ def _parallel_faults(config: JobConfig, args: DecoderArgs, world_size: int | Non
     faults = []
     tp_key = f"parallelism.tensor_parallel_degree = {tp}"
     kinds = args.layer_kinds
-    sharded = ["n_heads", "n_kv_heads", "ffn_dim"] * ("attention" in kinds) + ["ssm_heads"] * ("mamba" in kinds)
+    sharded = ["n_heads", "n_kv_heads", "ffn_dim"] * (set(kinds) != {"mamba"}) + ["ssm_heads"] * ("mamba" in kinds)
     for name in (*sharded, "vocab_size"):
         if getattr(args, name) % tp:
             shown = f"{name} = {getattr(args, name)}"
@@ -264,7 +265,7 @@ def _unsupported(config: JobConfig) -> list[str]:
 def _combination_faults(config: JobConfig) -> list[str]:
     faults = []
     ac = config.activation_checkpoint
-    drops = config.dropout.placement != "none" and config.dropout.p > 0
+    drops = config.dropout.attention_p > 0 or (config.dropout.placement != "none" and config.dropout.p > 0)
     skips = config.layer_dropout
     if config.training.state_passing:
         if config.layer_dropout.p_max > 0:
@@ -299,12 +300,14 @@ def _combination_faults(config: JobConfig) -> list[str]:
     if drops and ac.mode != "none" and not ac.preserve_rng_state:
         faults.append(
             "activation_checkpoint.preserve_rng_state = false: recomputation would draw other dropout masks than "
-            f"the forward did; set it true, or dropout.p = 0 (now {config.dropout.p})"
+            "the forward did; set it true, or dropout.p and dropout.attention_p = 0 (now "
+            f"{config.dropout.p} and {config.dropout.attention_p})"
         )
     if drops and ac.mode == "memory_budget":
         faults.append(
             "activation_checkpoint.mode = 'memory_budget': its partitioner may recompute random masks; use full, "
-            f"selective or none, or dropout.p = 0 (now {config.dropout.p})"
+            "selective or none, or dropout.p and dropout.attention_p = 0 (now "
+            f"{config.dropout.p} and {config.dropout.attention_p})"
         )
     if ac.mode == "memory_budget" and not (config.compile.enable and "model" in config.compile.components):
         faults.append("activation_checkpoint.mode = 'memory_budget': needs compile.enable and component model")

@@ -15,11 +15,11 @@ from ..regularization.layer_dropout import layer_rates, time_factor
 @dataclass
 class Model(titan.Model):
     name: str = "nape_llama3"
-    """Model family: nape_llama3, mamba2, celerity."""
+    """Model family: nape_llama3, mamba2, smollm3, celerity."""
 
     flavor: str = "debug"
-    """Size of the family. nape_llama3: debug, 150M, 400M, 1B, 3B; mamba2: debug, 45M, 85M, 1.3B; celerity: debug,
-    271M, 503M, 906M, 1.8B, 3.9B, 8.2B."""
+    """Size of the family. nape_llama3: debug, 150M, 400M, 1B, 3B; mamba2: debug, 45M, 85M, 1.3B; smollm3: debug, 3B;
+    celerity: debug, 271M, 503M, 906M, 1.8B, 3.9B, 8.2B."""
 
 
 @dataclass
@@ -27,8 +27,8 @@ class Architecture:
     """Overrides of the flavor. A field left out keeps the flavor's value."""
 
     layers: str | None = None
-    """Kinds of the layers, "attention" (with a feed-forward layer) or "mamba", from the first on; a pattern that
-    repeats: "mamba,mamba,attention"."""
+    """Kinds of the layers from the first on, a pattern that repeats, as "mamba,mamba,attention": "attention", "nope"
+    (attention without positions and window; both with a feed-forward layer) or "mamba"."""
 
     position: Literal["rope", "nope", "alibi", "nape"] | None = None
     """Positions: rotary, none, ALiBi in all heads, or NAPE (ALiBi in the first half of the heads; LG sec. 5)."""
@@ -44,6 +44,21 @@ class Architecture:
 
     document_mask: bool | None = None
     """Hide the keys of other documents in a packed sequence."""
+
+    attention: Literal["softmax", "entmax15"] | None = None
+    """Attention weights by softmax, or by 1.5-entmax, which can be exactly zero (ASEntmax with scaling = adaptive)."""
+
+    scaling: Literal["none", "adaptive", "ssmax"] | None = None
+    """Factor of each query: none, S x (delta + beta (ln n)^gamma, of input and position n), or SSMax (s ln n)."""
+
+    scaled_layers: Literal["nope", "all"] | None = None
+    """Which layers scale their queries: those of the kind "nope" where the model has some, or all."""
+
+    scaled_heads: Literal["nope", "all"] | None = None
+    """Of position = nape: the heads without a position, or all."""
+
+    scaling_init: Literal["default", "identity"] | None = None
+    """Initial S x: as drawn, or a factor of 1, for continual pre-training."""
 
     dim: int | None = None
     """Model width d, a multiple of n_heads."""
@@ -115,8 +130,11 @@ class Dropout:
     vpad_stop_gradient: bool = False
     """Treat VPAD's alpha and beta as constants in the backward pass (default: gradients flow)."""
 
+    attention_p: float = 0.0
+    """Drop probability of attention weights after the softmax, in [0, 1), scaled by 1/(1-p). Beside any placement."""
+
     schedule: Literal["constant", "increasing", "decreasing"] = "constant"
-    """The rate over time: p, p t/(T-1), or p (1 - t/(T-1)), t the 0-based step."""
+    """The rate p over time: p, p t/(T-1), or p (1 - t/(T-1)), t the 0-based step. attention_p stays."""
 
     total_steps: int = 0
     """T of the schedule, in steps. 0: training.steps."""

@@ -33,6 +33,7 @@ from torchtitan.models.llama3.infra.parallelize import (
 from torchtitan.tools.utils import device_type
 
 from ..config import JobConfig
+from ..models.attention import Attention
 from ..models.block import Block, Residual
 from ..models.decoder import Decoder
 from ..models.mamba2 import Mamba2, StateSpace
@@ -83,6 +84,8 @@ def sublayer_plan(name: str, residual: Residual) -> dict:
         )
         projections = {projection: ColwiseParallel() for projection in inner.input_projections}
         projections |= {output: RowwiseParallel(output_layouts=Shard(1))}
+        if isinstance(inner, Attention) and inner.scaling is not None and inner.scaling.adaptive:
+            projections |= {"scaling.beta": ColwiseParallel(), "scaling.gamma": ColwiseParallel()}
     return {
         # local output: DTensor's own random generator, which dropout would then use, does not support CPU
         f"{name}.norm": SequenceParallel(use_local_output=True),
@@ -173,7 +176,10 @@ def apply_tensor_parallel(model: Decoder, tp_mesh: DeviceMesh, loss_parallel: bo
         if isinstance(mixer, Mamba2):
             shard_mamba2(mixer, tp_mesh)
         else:
+            assert isinstance(mixer, Attention)
             mixer.shard_heads(tp_mesh.get_local_rank(), tp_mesh.size())
+            if mixer.scaling is not None:  # of its own parameters; its linear layers are in the plan
+                distribute_parameters(mixer.scaling, tp_mesh, Shard(0))
         plan: dict = {}
         for name, residual in block.named_children():
             assert isinstance(residual, Residual)

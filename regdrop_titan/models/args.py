@@ -7,6 +7,9 @@ from typing import Literal
 from torch import nn
 from torchtitan.protocols.model import BaseModelArgs
 
+# Kinds of layers: attention, attention without positions and window (both with a feed-forward layer), Mamba2
+KINDS = ("attention", "nope", "mamba")
+
 
 @dataclass
 class DecoderArgs(BaseModelArgs):
@@ -24,7 +27,7 @@ class DecoderArgs(BaseModelArgs):
     norm_eps: float = 1e-5
     tied_embeddings: bool = False
 
-    layers: str = "attention"  # kinds of the layers, "attention" or "mamba", a pattern that repeats: "mamba,attention"
+    layers: str = "attention"  # kinds of the layers, a pattern that repeats: "mamba,attention"; see KINDS
     init_std: float | None = None  # sigma of every initial matrix but Mamba2's; None: as TorchTitan's Llama-3
     embedding_std: float | None = None  # of the initial embedding; None: `init_std`
 
@@ -40,6 +43,12 @@ class DecoderArgs(BaseModelArgs):
     sliding_window: int | None = None
     document_mask: bool = False
     eos_id: int = 0
+    attention: Literal["softmax", "entmax15"] = "softmax"
+    scaling: Literal["none", "adaptive", "ssmax"] = "none"  # of queries with their position (spec sec. 3, S x)
+    scaled_layers: Literal["nope", "all"] = "nope"  # "nope" layers where there are some
+    scaled_heads: Literal["nope", "all"] = "nope"  # of nape, the heads without a position
+    scaling_init: Literal["default", "identity"] = "default"
+    attention_p: float = 0.0  # drop probability of attention weights
 
     # Mamba2 layers
     expand: int = 2  # d_inner = expand d
@@ -93,7 +102,7 @@ class DecoderArgs(BaseModelArgs):
 
     @property
     def layer_kinds(self) -> list[str]:
-        """ "attention" or "mamba", layer by layer."""
+        """One of KINDS, layer by layer."""
         pattern = [kind.strip() for kind in self.layers.split(",")]
         return [pattern[layer % len(pattern)] for layer in range(self.n_layers)]
 
@@ -108,12 +117,12 @@ class DecoderArgs(BaseModelArgs):
             if getattr(self, name) < 1
         ]  # fmt: skip
         pattern = [kind.strip() for kind in self.layers.split(",")]
-        if unknown := [kind for kind in pattern if kind not in ("attention", "mamba")]:
-            found.append(f"layers = {self.layers!r}: {unknown[0]!r} is none of attention, mamba")
+        if unknown := [kind for kind in pattern if kind not in KINDS]:
+            found.append(f"layers = {self.layers!r}: {unknown[0]!r} is none of {', '.join(KINDS)}")
         if found:
             return found
         kinds = self.layer_kinds
-        found += self._attention_faults() if "attention" in kinds else []
+        found += self._attention_faults() if set(kinds) != {"mamba"} else []
         found += self._mamba_faults() if "mamba" in kinds else []
         if not self.norm_eps > 0:
             found.append(f"norm_eps = {self.norm_eps}: must be above 0")
@@ -145,7 +154,16 @@ class DecoderArgs(BaseModelArgs):
             )
         if not self.rope_theta > 0:
             found.append(f"rope_theta = {self.rope_theta}: must be above 0")
+        if not 0.0 <= self.attention_p < 1.0:
+            found.append(f"attention_p = {self.attention_p}: must be in [0, 1)")
+        if self.scaling == "ssmax" and self.scaling_init == "identity":
+            found.append("scaling_init = 'identity': ssmax's factor s ln(n) cannot be 1 at every position")
         return found
+
+    def scales_queries(self, kind: str) -> bool:
+        """Whether the attention layers of a kind scale their queries."""
+        chosen = self.scaled_layers == "all" or kind == "nope" or "nope" not in self.layer_kinds
+        return self.scaling != "none" and chosen
 
     def _mamba_faults(self) -> list[str]:
         inner = f"{self.expand} x {self.dim} = {self.d_inner}"
@@ -164,7 +182,7 @@ class DecoderArgs(BaseModelArgs):
             value = getattr(job_config.architecture, field.name)
             if value is not None:
                 setattr(self, field.name, value)
-        for name in ("placement", "p", "mask", "vpad_stop_gradient"):
+        for name in ("placement", "p", "mask", "vpad_stop_gradient", "attention_p"):
             setattr(self, name, getattr(job_config.dropout, name))
         self.dropout_schedule = job_config.dropout.schedule
         parametrization = job_config.parametrization
@@ -199,13 +217,10 @@ class DecoderArgs(BaseModelArgs):
     def sublayer_flops(self, seq_len: int) -> list[tuple[int, int]]:
         """Training FLOPs a token of each block's first and second sublayer, attention and feed-forward, or Mamba2 and
         nothing; counted as in `flops_per_token`."""
-        flops = {
-            "attention": (
-                6 * self.attention_parameters() + 12 * self.dim * seq_len,
-                6 * self.feed_forward_parameters(),
-            ),
-            "mamba": (6 * self.layer_parameters("mamba") + 12 * self.d_inner * self.state_size, 0),
-        }
+        flops = {"mamba": (6 * self.layer_parameters("mamba") + 12 * self.d_inner * self.state_size, 0)}
+        for kind in ("attention", "nope"):
+            attention = 6 * self.attention_parameters(kind) + 12 * self.dim * seq_len
+            flops[kind] = attention, 6 * self.feed_forward_parameters()
         return [flops[kind] for kind in self.layer_kinds]
 
     def layer_flops_shares(self, seq_len: int) -> list[float]:
@@ -221,11 +236,13 @@ class DecoderArgs(BaseModelArgs):
     def norm_parameters(self) -> int:
         return self.dim * (2 if self.norm == "layernorm" else 1)
 
-    def attention_parameters(self) -> int:
+    def attention_parameters(self, kind: str) -> int:
         """Of an attention sublayer, its norm included."""
         kv_dim = self.dim * self.n_kv_heads // self.n_heads
         biases = 2 * self.dim + 2 * kv_dim if self.bias else 0
-        return 2 * self.dim * self.dim + 2 * self.dim * kv_dim + biases + self.norm_parameters()
+        of_head = {"none": 0, "adaptive": 2 * (self.dim + 1), "ssmax": 1}[self.scaling]
+        scaling = self.n_heads * of_head if self.scales_queries(kind) else 0
+        return 2 * self.dim * self.dim + 2 * self.dim * kv_dim + biases + scaling + self.norm_parameters()
 
     def feed_forward_parameters(self) -> int:
         """Of a feed-forward sublayer, its norm included."""
@@ -240,7 +257,7 @@ class DecoderArgs(BaseModelArgs):
             projections = self.dim * (2 * self.d_inner + bc + self.ssm_heads) + self.d_inner * self.dim
             convolutions = (self.d_inner + bc) * (self.conv_width + 1)
             return projections + convolutions + 3 * self.ssm_heads + self.d_inner + self.norm_parameters()
-        return self.attention_parameters() + self.feed_forward_parameters()
+        return self.attention_parameters(kind) + self.feed_forward_parameters()
 
 
 def _mamba2(dim: int, n_layers: int, vocab_size: int) -> dict:
@@ -261,8 +278,14 @@ def _celerity(dim: int, n_layers: int, n_heads: int, vocab_size: int = 128256) -
     }  # fmt: skip
 
 
+# RoPE but in every fourth layer, which has no position and sees all keys
+_SMOLLM3 = {
+    "layers": "attention,attention,attention,nope", "position": "rope", "rope_theta": 50_000.0,
+    "tied_embeddings": True, "norm_eps": 1e-6, "embedding_std": 0.02,
+}  # fmt: skip
+
 # Sizes of LG (spec sec. 4): nape_llama3 400M, whose shape 150M, 1B and 3B keep (head dimension 64, SwiGLU of 4 d,
-# untied), and mamba2 45M (for the copying task's characters), 85M, 1.3B; of DD, celerity.
+# untied), mamba2 45M (for the copying task's characters), 85M, 1.3B, and the published SmolLM3; of DD, celerity.
 FAMILIES: dict[str, dict[str, dict]] = {
     "nape_llama3": {
         "debug": {"dim": 128, "n_layers": 4, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 384, "vocab_size": 2048},
@@ -276,6 +299,25 @@ FAMILIES: dict[str, dict[str, dict]] = {
         "45M": _mamba2(768, 12, 30),
         "85M": _mamba2(768, 12, 50288),
         "1.3B": _mamba2(2048, 48, 50288),
+    },
+    "smollm3": {
+        "debug": {
+            "dim": 128,
+            "n_layers": 4,
+            "n_heads": 4,
+            "n_kv_heads": 2,
+            "ffn_dim": 384,
+            "vocab_size": 2048,
+            **_SMOLLM3,
+        },
+        "3B": {
+            "dim": 2048,
+            "n_layers": 36,
+            "n_heads": 16,
+            "n_kv_heads": 4,
+            "ffn_dim": 11008,
+            **_SMOLLM3,
+        },
     },
     "celerity": {
         "debug": _celerity(64, 4, 4, vocab_size=2048),

@@ -4,10 +4,12 @@ One function, two engines chosen by device: SDPA with an fp32 bias on CPU, compi
 score_mod and a block mask on CUDA. Plain causal attention (no bias, no mask) is SDPA on both.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from entmax import entmax15
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -22,6 +24,7 @@ from .positions import (
     select_block_mask,
     slope_tensor,
 )
+from .sharded import local
 
 # TorchTitan's FlexAttentionWrapper takes a score_mod and does not pass it on: ALiBi would silently vanish.
 _compiled_flex_attention = torch.compile(flex_attention)
@@ -41,6 +44,8 @@ class AttentionContext:
     block_mask: BlockMask | None = None  # None: plain causal (CUDA)
     window: int | None = None
     documents: Tensor | None = None  # (B, S) where bias and block mask differ by sequence
+    log_n: Tensor | None = None  # (S,) fp32, ln(i + 2), of layers that scale their queries
+    scaled_heads: Tensor | None = None  # (H,) bool; None: all
     parameters: tuple[Tensor, ...] = ()  # none that the block does not hold itself
 
     def of_rows(self, rows: Tensor | None) -> "AttentionContext":
@@ -48,7 +53,7 @@ class AttentionContext:
         if rows is None or self.documents is None:
             return self
         documents = self.documents.index_select(0, rows)
-        kept = AttentionContext(self.rotary, slopes=self.slopes, window=self.window, documents=documents)
+        kept = dataclasses.replace(self, documents=documents, bias=None, block_mask=None)
         if self.bias is not None:
             kept.bias = self.bias.index_select(0, rows)
         if self.block_mask is not None:
@@ -56,20 +61,20 @@ class AttentionContext:
         return kept
 
 
-def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, scale: float | None = None) -> Tensor:
+def sdpa_attention(
+    q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, scale: float | None = None, dropout_p: float = 0.0
+) -> Tensor:
     """softmax(scale q k^T + bias) v, with q (B, H, S, head_dim), k and v (B, H_kv, S, head_dim).
 
-    `scale` None: 1/sqrt(head_dim).
+    `scale` None: 1/sqrt(head_dim). `dropout_p` of the weights are dropped, in evaluation too: it is the caller's.
     """
-    if k.shape[1] != q.shape[1]:
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    k, v = _repeat_kv(q, k, v)
     if context.bias is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, dropout_p=dropout_p)
     # autocast would cast the bias to bf16 too
     with torch.autocast(q.device.type, enabled=False):
         bias = context.bias.to(torch.promote_types(q.dtype, torch.float32))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, dropout_p=dropout_p)
 
 
 def flex_attention_with_slopes(
@@ -97,25 +102,89 @@ def flex_attention_with_slopes(
     )
 
 
-class Attention(nn.Module):
-    """Multi-head attention. (B, S, d) -> (B, S, d)."""
+def entmax15_attention(
+    q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, scale: float | None = None, dropout_p: float = 0.0
+) -> Tensor:
+    """The same with 1.5-entmax in place of softmax (Vasylenko et al., arXiv 2506.16640), by the `entmax` package's
+    exact form, which sorts each query's scores: `p = [z/2 - tau]_+^2`."""
+    k, v = _repeat_kv(q, k, v)
+    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
+    bias = context.bias
+    if bias is None:
+        bias = attention_bias(None, None, q.shape[2], q.device)
+    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale) + bias.to(scores.dtype)
+    # finite, and out of reach: the largest score is the support's bound from above, tau lies within 2 below it
+    scores = scores.clamp_min(scores.detach().amax(-1, keepdim=True) - 100.0)
+    weights = entmax15(scores, dim=-1).to(v.dtype)
+    return F.dropout(weights, dropout_p) @ v
 
-    input_projections = ("wq", "wk", "wv")
+
+def _repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v of every query head."""
+    if k.shape[1] == q.shape[1]:
+        return k, v
+    groups = q.shape[1] // k.shape[1]
+    return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+
+
+class QueryScaling(nn.Module):
+    """The factor of each query, by position and head (spec sec. 3): (B, S, d) -> (B, S, H) fp32.
+
+    "adaptive" (S x): `delta + beta (ln n)^gamma`, `n = i + 2`, `beta = softplus(W_b x + b_b)`, `gamma = 2 tanh(W_g x +
+    b_g)`, delta = 1. "ssmax": `s ln n`, s one number a head.
+
+    With `scaling_init = "identity"` all starts at zero and delta is `1 - softplus(0)` (chosen), so that the factor is 1
+    bit for bit and its gradients live; a beta of zero would be the end of softplus, where they do not.
+    """
+
+    RANGE = 2.0  # r of gamma
 
     def __init__(self, args: DecoderArgs) -> None:
         super().__init__()
-        self.position = args.position
-        self.window = args.sliding_window
+        self.adaptive = args.scaling == "adaptive"
+        if self.adaptive:
+            self.beta = nn.Linear(args.dim, args.n_heads)
+            self.gamma = nn.Linear(args.dim, args.n_heads)
+        else:
+            self.s = nn.Parameter(torch.empty(args.n_heads))
+        self.identity = args.scaling_init == "identity"
+
+    def forward(self, x: Tensor, log_n: Tensor) -> Tensor:
+        log_n = log_n[:, None]  # (S, 1)
+        if not self.adaptive:
+            s = local(self.s)
+            return (s.to(torch.promote_types(s.dtype, torch.float32)) * log_n).unsqueeze(0)
+        beta, gamma = self.beta(x), self.gamma(x)  # (B, S, H)
+        with torch.autocast(beta.device.type, enabled=False):
+            wide = torch.promote_types(beta.dtype, torch.float32)
+            beta, gamma = F.softplus(beta.to(wide)), self.RANGE * torch.tanh(gamma.to(wide))
+            delta = 1 - F.softplus(beta.new_zeros(())) if self.identity else 1.0
+            return delta + beta * log_n**gamma
+
+
+class Attention(nn.Module):
+    """Multi-head attention. (B, S, d) -> (B, S, d). A layer of `kind` "nope" has neither positions nor a window."""
+
+    input_projections = ("wq", "wk", "wv")
+
+    def __init__(self, args: DecoderArgs, kind: str) -> None:
+        super().__init__()
+        self.position = "nope" if kind == "nope" else args.position
+        self.window = None if kind == "nope" else args.sliding_window
         self.rope_theta = args.rope_theta
         self.head_dim = args.dim // args.n_heads
         self.n_heads = args.n_heads  # of this rank, see shard_heads
         self.n_kv_heads = args.n_kv_heads
         self.scale = args.score_scale
-        self.slopes = head_slopes(args.position, args.slopes, args.n_heads)
+        self.entmax = args.attention == "entmax15"
+        self.attention_p = args.attention_p
+        self.slopes = head_slopes(self.position, args.slopes, args.n_heads)
         self.wq = nn.Linear(args.dim, self.n_heads * self.head_dim, bias=args.bias)
         self.wk = nn.Linear(args.dim, self.n_kv_heads * self.head_dim, bias=args.bias)
         self.wv = nn.Linear(args.dim, self.n_kv_heads * self.head_dim, bias=args.bias)
         self.wo = nn.Linear(self.n_heads * self.head_dim, args.dim, bias=args.bias)
+        self.scaling = QueryScaling(args) if args.scales_queries(kind) else None
+        self.scaled_heads_only_nope = args.scaled_heads == "nope"
 
     def shard_heads(self, rank: int, size: int) -> None:
         """Keep the heads of tensor-parallel rank `rank` of `size`: counts, and the slopes of *its* heads."""
@@ -129,9 +198,14 @@ class Attention(nn.Module):
         context = AttentionContext(window=self.window, documents=documents)
         if self.position == "rope":
             context.rotary = rotary_table(seq_len, self.head_dim, self.rope_theta, device)
+        if self.scaling is not None:
+            context.log_n = torch.arange(2, seq_len + 2, device=device, dtype=torch.float32).log()
+            if self.slopes is not None and self.scaled_heads_only_nope:
+                context.scaled_heads = slope_tensor(self.slopes, device) == 0
         if self.slopes is None and self.window is None and documents is None:
             return context  # plain causal
-        if device.type == "cuda":
+        # FlexAttention has neither dropout nor entmax
+        if device.type == "cuda" and not self.entmax and self.attention_p == 0:
             context.slopes = None if self.slopes is None else slope_tensor(self.slopes, device)
             if documents is None:
                 context.block_mask = causal_block_mask(self.window, seq_len, device)
@@ -153,10 +227,18 @@ class Attention(nn.Module):
         v = self.wv(v_input).view(B, S, self.n_kv_heads, self.head_dim)
         if context.rotary is not None:
             q, k = apply_rotary(q, *context.rotary), apply_rotary(k, *context.rotary)
+        if self.scaling is not None:
+            factor = self.scaling(q_input, context.log_n)  # (B, S, H)
+            if context.scaled_heads is not None:
+                factor = torch.where(context.scaled_heads, factor, 1.0)
+            q = (q * factor[..., None]).to(q.dtype)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, head_dim)
-        if context.block_mask is not None:
+        dropout_p = self.attention_p if self.training else 0.0
+        if self.entmax:
+            out = entmax15_attention(q, k, v, context, self.scale, dropout_p)
+        elif context.block_mask is not None:
             out = flex_attention_with_slopes(q, k, v, context, self.scale)
         else:
-            out = sdpa_attention(q, k, v, context, self.scale)
+            out = sdpa_attention(q, k, v, context, self.scale, dropout_p)
         out = out.transpose(1, 2).reshape(B, S, self.n_heads * self.head_dim)
         return self.wo(out)

@@ -76,18 +76,18 @@ class Block(nn.Module):
 
     def __init__(self, args: DecoderArgs, kind: str) -> None:
         super().__init__()
-        if kind == "attention":
-            self.attention = Residual(args, Attention(args))
-            self.feed_forward = Residual(args, FeedForward(args))
-        else:
+        self.is_mamba = kind == "mamba"
+        if self.is_mamba:
             self.mamba = Residual(args, Mamba2(args))
-        self.kind = kind
+        else:
+            self.attention = Residual(args, Attention(args, kind))
+            self.feed_forward = Residual(args, FeedForward(args))
         self.scale_whole_update = args.scale_placement == "block"
 
     @property
     def mixer(self) -> Residual:
         """The first sublayer, which looks at other tokens and reads the context."""
-        return self.attention if self.kind == "attention" else self.mamba
+        return self.mamba if self.is_mamba else self.attention
 
     def context(self, seq_len: int, device: torch.device, documents: Tensor | None) -> Context:
         """What all layers of this kind read beside their input."""
@@ -102,8 +102,8 @@ class Block(nn.Module):
         Mamba2 layer reads the first)."""
         if not kept:
             x = x + self.mixer(x, context=context)
-            return x + self.feed_forward(x) if self.kind == "attention" else x
-        if len(kept) == 1 or self.kind == "mamba":
+            return x if self.is_mamba else x + self.feed_forward(x)
+        if len(kept) == 1 or self.is_mamba:
             return skip(
                 lambda rows_of_x, rows: self.update(rows_of_x, context.of_rows(rows), kept[0].scale),
                 x,
@@ -123,6 +123,6 @@ class Block(nn.Module):
         """What the block adds to `x`: `Z - X` and `X' - Z` of DD eq. 6, each scaled by r, or `r (X' - X)`."""
         inside = None if self.scale_whole_update else scale
         update = scaled(self.mixer(x, context=context), inside)
-        if self.kind == "attention":
+        if not self.is_mamba:
             update = update + scaled(self.feed_forward(x + update), inside)
         return scaled(update, scale) if self.scale_whole_update else update

@@ -15,6 +15,8 @@ from ..seeds import derive_seed
 from . import mamba2
 from .args import DecoderArgs
 
+SSMAX_INIT = 0.43  # s of `s ln n` (chosen)
+
 # names that activation checkpointing and torch.compile put into a parameter's path
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 
@@ -52,8 +54,10 @@ def initial_value(name: str, shape: torch.Size, args: DecoderArgs) -> Tensor:
         return mamba2.initial_value(name.split(".mamba.inner.")[1], value, generator, args)
     if name.endswith("norm.weight"):
         return value.fill_(1.0)
-    if name.endswith(".bias"):
+    if name.endswith(".bias") or (".scaling." in name and args.scaling_init == "identity"):
         return value.zero_()
+    if name.endswith(".scaling.s"):
+        return value.fill_(SSMAX_INIT)
     std, cut = weight_std(name, args)
     if cut == torch.inf:
         return value.normal_(0.0, std, generator=generator)

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from .args import DecoderArgs
 from .scan import ssd_scan
+from .sharded import local
 
 DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 0.1, 1e-4  # initial time steps, log-uniform
 
@@ -54,11 +54,6 @@ def with_state(inputs: Tensor, state: Tensor | None, length: int) -> Tensor:
     if state is None:
         return F.pad(inputs, (0, 0, length, 0))
     return torch.cat([state.to(inputs.dtype), inputs], dim=1)
-
-
-def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter that tensor parallel has split."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class StateSpace(nn.Module):

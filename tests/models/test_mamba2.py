@@ -258,7 +258,7 @@ def test_placements_stand_before_in_proj():
     [
         ({"dim": 770}, "dim = 770: d_inner = 2 x 770 = 1540 must be a multiple of ssm_head_dim = 64"),
         ({"n_groups": 3}, "n_groups = 3: must divide the 2 x 128 = 256 / 64 = 4 heads"),
-        ({"layers": "mamba,lstm"}, "layers = 'mamba,lstm': 'lstm' is none of attention, mamba"),
+        ({"layers": "mamba,lstm"}, "layers = 'mamba,lstm': 'lstm' is none of attention, nope, mamba"),
         ({"state_size": 0}, "state_size = 0: must be at least 1"),
         ({"embedding_std": 0.0}, "embedding_std = 0.0: must be above 0"),
     ],

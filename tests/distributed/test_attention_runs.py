@@ -1,0 +1,58 @@
+"""SmolLM3, scaled queries, 1.5-entmax and attention dropout in real runs: layouts as one process; resume."""
+
+import pytest
+
+from .harness import DDP, PP, TP, run_cases
+from .test_dropout_runs import check_resume, resume_cases
+
+VPAD = ["--dropout.placement", "vpad", "--dropout.p", "0.1"]
+LAYERS = ["--layer_dropout.p_max", "0.6", "--layer_dropout.schedule", "constant"]
+SMOLLM3 = ["--model.name", "smollm3", "--architecture.sliding_window", "7", "--architecture.scaling", "adaptive",
+           "--architecture.scaling_init", "identity", *VPAD, *LAYERS]  # fmt: skip
+KINDS = {
+    "smollm3": SMOLLM3,
+    "entmax": ["--architecture.attention", "entmax15", "--architecture.scaling", "adaptive", *VPAD, *LAYERS],
+    "ssmax": ["--architecture.scaling", "ssmax", "--architecture.scaled_heads", "all"],
+}
+LAYOUTS = {
+    "smollm3_fsdp": [], "smollm3_ddp": DDP, "smollm3_tp": TP, "smollm3_compile": ["--compile.enable"],
+    "smollm3_ac": ["--activation_checkpoint.mode", "full"],
+    "entmax_fsdp": [], "entmax_tp": TP, "entmax_pp": PP, "ssmax_fsdp": [], "ssmax_tp": TP, "ssmax_pp": PP,
+}  # fmt: skip
+DROPPED = ["--dropout.attention_p", "0.2"]
+RESUMED = {"dropped_fsdp": DROPPED, "dropped_entmax_tp": DROPPED + KINDS["entmax"] + TP}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("attention_runs")
+
+
+@pytest.fixture(scope="module")
+def runs(folder, packed):
+    one = {name: {"args": args, "same_masks": True} for name, args in KINDS.items()}
+    two = {name: {"args": KINDS[name.split("_")[0]] + args, "same_masks": True} for name, args in LAYOUTS.items()}
+    two["dense_fsdp"] = {"args": []}
+    two["dropped_ac"] = {"args": [*DROPPED, "--activation_checkpoint.mode", "full"]}
+    two |= resume_cases(RESUMED, folder / "2")
+    return run_cases(1, folder / "1", packed, one) | run_cases(2, folder / "2", packed, two)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_trains_as_one_process(runs, name):
+    for record, one in zip(runs[name], runs[name.split("_")[0]], strict=True):
+        rel = 1e-5 if record["step"] == 1 else 1e-4
+        assert record["loss"] == pytest.approx(one["loss"], rel=rel)
+        assert record["grad_norm"] == pytest.approx(one["grad_norm"], rel=rel)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_resume_is_bit_for_bit(runs, folder, name):
+    check_resume(folder / "2", name)
+
+
+def test_attention_dropout_is_on_and_recomputed_alike(runs):
+    """Other losses than without it; with recomputation the same ones bit for bit."""
+    for dropped, dense, again in zip(runs["dropped_fsdp_whole"], runs["dense_fsdp"], runs["dropped_ac"], strict=False):
+        assert abs(dropped["loss"] - dense["loss"]) > 1e-5
+        assert (again["loss"], again["grad_norm"]) == (dropped["loss"], dropped["grad_norm"])
