@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder that transformers loads: stacks of Mamba2 layers."""
+"""A checkpoint as a Hugging Face folder that transformers loads: Mamba2, SmolLM3, or Llama (nape_llama3 with RoPE)."""
 
 import argparse
 import shutil

@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder as a checkpoint: Mamba2ForCausalLM, or the original state-spaces format.
+"""Weights of a Hugging Face folder as a checkpoint: Mamba2, SmolLM3, Llama, or the original state-spaces format.
 
 The output is what checkpoint.initial_load_path names (OUTPUT/checkpoint/step-0) and what every script takes as
 --checkpoint.

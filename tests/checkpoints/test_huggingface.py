@@ -1,10 +1,10 @@
-"""Mamba2 weights in and out, against transformers' own model on small random weights (report C7)."""
+"""Weights in and out, against transformers' own models on small random weights (report C7)."""
 
 import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from regdrop_titan.checkpoints import CheckpointError, load_model
 from regdrop_titan.checkpoints.huggingface import export_huggingface, import_huggingface
@@ -24,12 +24,12 @@ def transformers():
     return transformers
 
 
-def logits_of(transformers, folder, tokens):
+def logits_of(transformers, folder, tokens, architecture="Mamba2ForCausalLM"):
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
     assert not any(loading[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert type(model).__name__ == "Mamba2ForCausalLM"
+    assert type(model).__name__ == architecture
     with torch.no_grad():
         return model.eval()(tokens).logits
 
@@ -69,6 +69,90 @@ def test_their_model_comes_in(transformers, tmp_path):
     tokens = torch.randint(0, 97, (2, 50))
     with torch.no_grad():
         torch.testing.assert_close(load_model(tmp_path / "run")(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+ATTENTION = {"dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96, "vocab_size": 97}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "architecture"),
+    [
+        ("smollm3", {}, "SmolLM3ForCausalLM"),
+        ("smollm3", {"sliding_window": 7, "layers": "nope,attention", "rope_theta": 5e5}, "SmolLM3ForCausalLM"),
+        ("nape_llama3", {"position": "rope"}, "LlamaForCausalLM"),
+        ("nape_llama3", {"position": "rope", "tied_embeddings": True, "bias": True}, "LlamaForCausalLM"),
+    ],
+)
+def test_attention_models_there_and_back(transformers, tmp_path, family, options, architecture):
+    """In files of 100 kB with an index; their logits are ours in fp32, an import is the model bit for bit."""
+    model = build_model(family, "debug", **ATTENTION, **options).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    tokens = torch.randint(0, 97, (2, 40), generator=torch.Generator().manual_seed(0))
+    export_huggingface(model, tmp_path / "hf", shard_size=100_000)
+    with torch.no_grad():
+        theirs = logits_of(transformers, tmp_path / "hf", tokens, architecture)
+        torch.testing.assert_close(theirs, model(tokens), rtol=1e-4, atol=1e-5)
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert ("lm_head.weight" in index["weight_map"]) != model.args.tied_embeddings
+    assert json.loads((tmp_path / "hf/generation_config.json").read_text())["eos_token_id"] == model.args.eos_id
+    import_huggingface(tmp_path / "hf", tmp_path / "back")
+    a, b = load_model(tmp_path / "back/checkpoint").state_dict(), model.state_dict()
+    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_their_smollm3_comes_in(transformers, tmp_path, window):
+    """A folder that transformers wrote, its own rule for layers without RoPE left to it."""
+    types = ["sliding_attention"] * 3 + ["full_attention"] if window else None
+    config = transformers.SmolLM3Config(
+        hidden_size=64, num_hidden_layers=4, vocab_size=97, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=96, use_sliding_window=window is not None, sliding_window=window, layer_types=types,
+        rope_theta=50_000.0, pad_token_id=None, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = transformers.SmolLM3ForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    args = import_huggingface(tmp_path / "hf", tmp_path / "run")
+    assert args.layer_kinds == ["attention"] * 3 + ["nope"] and args.sliding_window == window
+    tokens = torch.randint(0, 97, (2, 30))
+    with torch.no_grad():
+        torch.testing.assert_close(load_model(tmp_path / "run")(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_what_attention_models_are_refused_for(tmp_path):
+    """By their configuration, by their tensors, and what ours has that the formats have not."""
+    export_huggingface(build_model("smollm3", "debug", **ATTENTION), tmp_path / "hf", shard_size=100_000)
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+
+    def refused(message, **changes):
+        (tmp_path / "hf/config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(CheckpointError, match=message):
+            import_huggingface(tmp_path / "hf", tmp_path / "run")
+
+    types = ["full_attention"] * 3 + ["sliding_attention"]
+    refused("layer_types .the window must be on", use_sliding_window=True, sliding_window=8, layer_types=types)
+    refused("not supported: rope_scaling", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4})
+    refused("not supported: quantization_config", quantization_config={"quant_method": "fp8"})
+    refused("not supported: no_rope_layers", no_rope_layers=[1, 1, 0])
+    refused(
+        r"model.layers.0.mlp.up_proj.weight: is \(96, 64\), the configuration says \(80, 64\)", intermediate_size=80
+    )
+    refused("model_type 'gpt2', expected mamba2, smollm3, llama", model_type="gpt2")
+    (part,) = sorted((tmp_path / "hf").glob("model-00002-*"))
+    weights = load_file(part)
+    name = next(iter(weights))
+    save_file(weights | {name: weights[name].to(torch.float8_e4m3fn)}, part)
+    refused(f"{name}: is torch.float8_e4m3fn, quantized weights are not supported")
+    part.unlink()
+    refused(rf"{part.name}: missing")
+    for options, message in (({"scaling": "adaptive"}, "scaling = 'adaptive'"), ({"position": "nape"}, "position = "),
+                             ({"attention": "entmax15"}, "attention = 'entmax15'")):  # fmt: skip
+        with pytest.raises(CheckpointError, match=f"the format has no place for {message}"):
+            export_huggingface(build_model("smollm3", "debug", **ATTENTION, **options), tmp_path / "other")
+    assert not (tmp_path / "run").exists() and not (tmp_path / "other").exists()
 
 
 @pytest.fixture
@@ -116,8 +200,8 @@ def test_what_does_not_fit_is_named(original, tmp_path):
     refused(r"not supported: attn_layer_idx", attn_layer_idx=[1])
     torch.save(weights | {"lm_head.weight": weights["lm_head.weight"] + 1}, folder / "pytorch_model.bin")
     refused("the configuration ties head and embedding, the weights differ")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(CheckpointError, match="model_type 'llama', expected mamba2"):
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(CheckpointError, match="model_type 'gpt2', expected mamba2"):
         import_huggingface(folder, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -138,7 +222,7 @@ def test_a_tampered_file_runs_no_code(original, tmp_path):
 
 def test_hybrids_are_not_exported(tmp_path):
     model = build_model("mamba2", "debug", **SIZES, layers="mamba,attention", n_heads=2, n_kv_heads=2)
-    with pytest.raises(CheckpointError, match="only stacks of Mamba2 layers can be exported, this one is 'mamba,att"):
+    with pytest.raises(CheckpointError, match="hybrid stacks have no format there, this one is 'mamba,att"):
         export_huggingface(model, tmp_path / "hf")
 
 

@@ -1,0 +1,53 @@
+"""What a weight format of Hugging Face is: how its configuration and tensors read in ours, and back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...models import DecoderArgs
+from ..safety import CheckpointError
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Format:
+    """One `model_type`, or an original format beside it.
+
+    Args:
+        family: ours.
+        reads: whether a `config.json` is of this format.
+        args: our arguments of a configuration. Raises CheckpointError for what it has and we do not.
+        fault: why a model of ours cannot be written in this format, None where it can.
+        to_theirs, to_ours: the tensors under the other names; a tied head is left out of theirs.
+        config: their configuration of our arguments: every field that our model fixes, whatever their default is.
+        embedding: their name of the embedding.
+        older: names in older files, to be replaced.
+    """
+
+    family: str
+    reads: Callable[[dict[str, Any]], bool]
+    args: Callable[[dict[str, Any], Path], DecoderArgs]
+    fault: Callable[[DecoderArgs], str | None]
+    to_theirs: Callable[[Tensors, DecoderArgs], Tensors]
+    to_ours: Callable[[Tensors, DecoderArgs], Tensors]
+    config: Callable[[DecoderArgs, torch.dtype], dict[str, Any]]
+    embedding: str
+    older: tuple[str, str] = ("", "")
+
+
+def refuse(refused: dict[str, Any], where: Path) -> None:
+    """Raise CheckpointError naming the keys whose value is true."""
+    if wrong := [key for key, bad in refused.items() if bad]:
+        raise CheckpointError(f"{where}: not supported: {', '.join(wrong)}")
+
+
+def check_args(args: DecoderArgs, where: Path) -> DecoderArgs:
+    """`args`, if they are possible; else CheckpointError."""
+    if faults := args.faults():
+        raise CheckpointError(f"{where}: {'; '.join(faults)}")
+    return args

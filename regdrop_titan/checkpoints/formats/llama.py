@@ -1,0 +1,181 @@
+"""`LlamaForCausalLM` and `SmolLM3ForCausalLM`: the same tensors. Both rotate halves of a head, as we do, so nothing is
+permuted.
+
+    ours, of layer i                      theirs
+    layers.i.attention.norm               model.layers.i.input_layernorm
+    ...attention.inner.{wq,wk,wv,wo}      ...self_attn.{q,k,v,o}_proj
+    layers.i.feed_forward.norm            ...post_attention_layernorm
+    ...feed_forward.inner.{w1,w2,w3}      ...mlp.{gate,down,up}_proj
+    tok_embeddings, norm, output          model.embed_tokens, model.norm, lm_head
+
+SmolLM3's `no_rope_layers` has 1 where RoPE is *used*. Left alone, its configuration puts the window on the other
+layers, the reverse of ours: so `layer_types` is always written out.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...models import DecoderArgs, flavor_args
+from .base import Format, Tensors, check_args, refuse
+
+OF_MODEL = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+OF_LAYER = {
+    "attention.norm": "input_layernorm", "attention.inner.wq": "self_attn.q_proj",
+    "attention.inner.wk": "self_attn.k_proj", "attention.inner.wv": "self_attn.v_proj",
+    "attention.inner.wo": "self_attn.o_proj", "feed_forward.norm": "post_attention_layernorm",
+    "feed_forward.inner.w1": "mlp.gate_proj", "feed_forward.inner.w2": "mlp.down_proj",
+    "feed_forward.inner.w3": "mlp.up_proj",
+}  # fmt: skip
+
+
+def their_name(name: str) -> str:
+    """Of the parameter that we call `name`."""
+    module, _, kind = name.rpartition(".")
+    if module in OF_MODEL:
+        return f"{OF_MODEL[module]}.{kind}"
+    _, layer, rest = module.split(".", 2)
+    return f"model.layers.{layer}.{OF_LAYER[rest]}.{kind}"
+
+
+def _names(args: DecoderArgs) -> list[str]:
+    kinds = ("weight", "bias") if args.bias else ("weight",)
+    of_layers = [
+        f"layers.{layer}.{module}.{kind}"
+        for layer in range(args.n_layers)
+        for module in OF_LAYER
+        for kind in (kinds if "inner" in module else ("weight",))
+    ]
+    return ["tok_embeddings.weight", "norm.weight", "output.weight", *of_layers]
+
+
+def _to_theirs(state: Tensors, args: DecoderArgs) -> Tensors:
+    return {
+        their_name(name): tensor
+        for name, tensor in state.items()
+        if not (args.tied_embeddings and name == "output.weight")
+    }
+
+
+def _to_ours(weights: Tensors, args: DecoderArgs) -> Tensors:
+    return {name: weights[their_name(name)] for name in _names(args)}
+
+
+def _theta(config: dict[str, Any]) -> float:
+    return (config.get("rope_parameters") or config)["rope_theta"]
+
+
+def _args_of(config: dict[str, Any], where: Path, family: str, **more: Any) -> DecoderArgs:
+    heads = config["num_attention_heads"]
+    rotation = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    refuse(
+        {
+            "hidden_act": config.get("hidden_act", "silu") != "silu",
+            "mlp_bias": config.get("mlp_bias", False) != config.get("attention_bias", False),
+            "head_dim": config.get("head_dim") not in (None, config["hidden_size"] // heads),
+            "rope_scaling": rotation.get("rope_type", rotation.get("type", "default")) != "default",
+            "quantization_config": config.get("quantization_config"),
+        },
+        where,
+    )
+    theirs = {
+        "dim": config["hidden_size"], "n_layers": config["num_hidden_layers"], "n_heads": heads,
+        "n_kv_heads": config.get("num_key_value_heads") or heads, "ffn_dim": config["intermediate_size"],
+        "vocab_size": config["vocab_size"], "norm_eps": config.get("rms_norm_eps", 1e-6), "position": "rope",
+        "rope_theta": float(_theta(config)), "tied_embeddings": config.get("tie_word_embeddings", False),
+        "bias": config.get("attention_bias", False),
+    }  # fmt: skip
+    return check_args(flavor_args(family, "debug", **(theirs | more)), where)
+
+
+def _args_llama(config: dict[str, Any], where: Path) -> DecoderArgs:
+    return _args_of(config, where, "nape_llama3")
+
+
+def _args_smollm3(config: dict[str, Any], where: Path) -> DecoderArgs:
+    L = config["num_hidden_layers"]
+    rope = config.get("no_rope_layers")
+    if rope is None:
+        every = config.get("no_rope_layer_interval", 4)
+        rope = [int((layer + 1) % every != 0) for layer in range(L)]
+    windowed = config.get("use_sliding_window", False)
+    window = config.get("sliding_window") if windowed else None
+    # transformers fills absent layer types in by a rule of its own, which is not ours
+    types = config.get("layer_types") or (["full_attention"] * L if window is None else [])
+    wanted = ["sliding_attention" if window is not None and used else "full_attention" for used in rope]
+    refuse(
+        {
+            "no_rope_layers (not one for each layer)": len(rope) != L,
+            "layer_types (the window must be on the layers with RoPE, and on all of them)": types != wanted,
+        },
+        where,
+    )
+    layers = ",".join("attention" if used else "nope" for used in rope)
+    return _args_of(config, where, "smollm3", layers=layers, sliding_window=window)
+
+
+def _common(args: DecoderArgs, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "hidden_size": args.dim, "num_hidden_layers": args.n_layers, "num_attention_heads": args.n_heads,
+        "num_key_value_heads": args.n_kv_heads, "head_dim": args.dim // args.n_heads,
+        "intermediate_size": args.ffn_dim, "vocab_size": args.vocab_size, "hidden_act": "silu",
+        "rms_norm_eps": args.norm_eps, "tie_word_embeddings": args.tied_embeddings, "attention_bias": args.bias,
+        "mlp_bias": args.bias, "attention_dropout": 0.0, "rope_theta": args.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": args.rope_theta},
+        "bos_token_id": args.eos_id, "eos_token_id": args.eos_id, "pad_token_id": args.eos_id,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }  # fmt: skip
+
+
+def _config_llama(args: DecoderArgs, dtype: torch.dtype) -> dict[str, Any]:
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **_common(args, dtype)}
+
+
+def _config_smollm3(args: DecoderArgs, dtype: torch.dtype) -> dict[str, Any]:
+    rope = [int(kind == "attention") for kind in args.layer_kinds]
+    windowed = args.sliding_window is not None
+    return {
+        "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", **_common(args, dtype),
+        "no_rope_layers": rope, "no_rope_layer_interval": 4, "use_sliding_window": windowed,
+        "sliding_window": args.sliding_window,
+        "layer_types": ["sliding_attention" if windowed and used else "full_attention" for used in rope],
+    }  # fmt: skip
+
+
+def _fault_of_both(args: DecoderArgs) -> str | None:
+    others = {
+        "norm": args.norm != "rmsnorm", "ffn": args.ffn != "swiglu", "attention": args.attention != "softmax",
+        "scaling": args.scaling != "none", "position": args.position != "rope",
+        "attention_scale": args.score_scale is not None,
+    }  # fmt: skip
+    found = [f"{name} = {getattr(args, name)!r}" for name, has in others.items() if has]
+    return ", ".join(found) or None
+
+
+def _fault_llama(args: DecoderArgs) -> str | None:
+    window = "" if args.sliding_window is None else f"sliding_window = {args.sliding_window}"
+    return _fault_of_both(args) or window or None
+
+
+def _fault_smollm3(args: DecoderArgs) -> str | None:
+    return _fault_of_both(args)
+
+
+SHARED: dict[str, Any] = {"to_theirs": _to_theirs, "to_ours": _to_ours, "embedding": "model.embed_tokens.weight"}
+LLAMA = Format(
+    family="nape_llama3",
+    reads=lambda config: config.get("model_type") == "llama",
+    args=_args_llama,
+    fault=_fault_llama,
+    config=_config_llama,
+    **SHARED,
+)
+SMOLLM3 = Format(
+    family="smollm3",
+    reads=lambda config: config.get("model_type") == "smollm3",
+    args=_args_smollm3,
+    fault=_fault_smollm3,
+    config=_config_smollm3,
+    **SHARED,
+)
