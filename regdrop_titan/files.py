@@ -1,7 +1,10 @@
-"""Writing a file whole or not at all."""
+"""Writing a file, or a folder, whole or not at all."""
 
+import contextlib
 import json
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,3 +30,18 @@ def free_name(path: Path, pattern: str) -> Path:
     while (free := path.with_name(pattern.format(n=n))).exists():
         n += 1
     return free
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A folder beside `path` to write in. At the end it becomes `path`, which must be new or empty; when the block
+    fails or is interrupted, it is deleted."""
+    path = path.absolute()
+    partial = free_name(path, path.name + ".partial-{n}")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

@@ -17,9 +17,13 @@ def python(*command):
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["benchmark", "evaluate", "export_hf", "import_hf", "prepare_data", "sweep", "train_tokenizer"]
-)
+HELPFUL = [
+    "average_checkpoints", "benchmark", "evaluate", "export_hf", "import_hf", "prepare_data", "sweep",
+    "train_tokenizer",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HELPFUL)
 def test_help(name, script, capsys):
     assert script(name, "--help") == 0
     assert "usage" in capsys.readouterr().out

@@ -27,13 +27,17 @@ from .safety import CheckpointError
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a Hugging Face folder. Raises CheckpointError."""
     try:
-        return json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: has no config.json (expected a Hugging Face folder)") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / 'config.json'}: unreadable: {error}") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder / 'config.json'}: holds no settings")
+    return config
 
 
 def _read_file(file: Path) -> dict[str, Tensor]:
@@ -151,7 +155,7 @@ def import_huggingface(source: Path, folder: Path) -> DecoderArgs:
     `checkpoint.initial_load_path` and every script read. Raises CheckpointError; `folder` must be new or empty."""
     if folder.exists() and any(folder.iterdir()):
         raise CheckpointError(f"{folder}: is not empty")
-    config = _read_config(source)
+    config = read_config(source)
     form = format_of(config, source)
     args = form.args(config, source)
     eos = config.get("eos_token_id")

@@ -41,10 +41,24 @@ def run_config(checkpoint: Path) -> dict:
         file = parent / "config.json"
         if file.is_file():
             try:
-                return json.loads(file.read_text())
+                config = json.loads(file.read_text())
             except ValueError as error:
                 raise CheckpointError(f"{file}: not valid JSON: {error}") from None
+            if not isinstance(config, dict):
+                raise CheckpointError(f"{file}: holds no settings")
+            return config
     raise CheckpointError(f"{checkpoint}: no config.json in the run's folder above it")
+
+
+def model_args_of(checkpoint: Path) -> DecoderArgs:
+    """The arguments of the model in `checkpoint`, from its run's `config.json`. Raises CheckpointError."""
+    saved = run_config(checkpoint).get("model_args")
+    if saved is None:
+        raise CheckpointError(f"{checkpoint}: the run's config.json has no model_args")
+    known = {field.name for field in fields(DecoderArgs)}
+    if unknown := set(saved) - known:
+        raise CheckpointError(f"{checkpoint}: config.json has unknown model arguments {', '.join(sorted(unknown))}")
+    return DecoderArgs(**saved)
 
 
 def load_model(path: str | Path) -> Decoder:
@@ -57,13 +71,7 @@ def load_model(path: str | Path) -> Decoder:
         CheckpointError: there is none, or it does not fit its `config.json`.
     """
     checkpoint = resolve_checkpoint(path)
-    saved = run_config(checkpoint).get("model_args")
-    if saved is None:
-        raise CheckpointError(f"{checkpoint}: the run's config.json has no model_args")
-    known = {field.name for field in fields(DecoderArgs)}
-    if unknown := set(saved) - known:
-        raise CheckpointError(f"{checkpoint}: config.json has unknown model arguments {', '.join(sorted(unknown))}")
-    model = Decoder(DecoderArgs(**saved))
+    model = Decoder(model_args_of(checkpoint))
     state = model.state_dict()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # what no_dist asks for
     load_state(state, checkpoint, no_dist=True)
