@@ -268,7 +268,8 @@ def test_the_command_refuses_with_status_2(tmp_path, script, capsys):
     assert "--count needs --share" in refused(run, "--last", "2", "--count", "2", *out)
     assert "name that alone" in refused(str(one), str(two), "--last", "2", *out)
     assert "3 whole checkpoints are needed" in refused(run, "--last", "3", *out)
-    assert "only stacks of Mamba2 layers can be exported" in refused(str(one), str(two), "--format", "hf", *out)
+    entmax = [str(step) for step in write_run(tmp_path / "entmax", [1, 2], attention="entmax15")]
+    assert "has no place for attention = 'entmax15'" in refused(*entmax, "--format", "hf", *out)
     assert "needs two checkpoints" in refused(str(one), *out)
     both = refused(str(one), str(tmp_path / "x"), "--output", str(tmp_path / "run"))
     assert "x: no such folder" in both and "run: is not empty" in both
