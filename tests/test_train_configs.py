@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from regdrop_titan.config import load_config
-from regdrop_titan.plan import default_world_size, plan
+from regdrop_titan.config import load_config, model_args
+from regdrop_titan.config.resume import differences
+from regdrop_titan.parametrization import run_scale
+from regdrop_titan.plan import GIB, default_world_size, learning_rates, memory_bytes, plan
 from regdrop_titan.regularization import mean_rate
 
 ROOT = Path(__file__).parent.parent
@@ -109,3 +111,64 @@ def test_mamba2_runs_of_the_paper(run):
         assert config.dropout.placement == PLACEMENTS[setting]
         assert config.dropout.p == (0.1 if PLACEMENTS[setting] != "none" else 0.0)
         assert config.optimizer.weight_decay == (0.1 if setting == "wd" else 0.0)
+
+
+def test_celerity_runs():
+    """DD: 20 tokens a parameter, batches by the rule, the rates in the files' names, into 80 GB a GPU."""
+    files = sorted(ROOT.glob("train_configs/celerity_*.toml"))
+    rates = {size: set() for size in ("271m", "503m", "906m", "1.8b", "3.9b", "8.2b")}
+    for file in files:
+        _, size, setting = file.stem.split("_", 2)
+        config = load_config(["--job.config_file", str(file)])
+        args, training = model_args(config), config.training
+        world_size = default_world_size(config)
+        step = training.global_batch_size * training.seq_len
+        scale = run_scale(config, step)
+        assert config.model.flavor.lower() == size and training.seq_len == 8192
+        assert scale.tokens_per_parameter == pytest.approx(20, rel=1e-4)
+        assert step == pytest.approx(scale.batch_rule, rel=0.03)
+        assert (args.parametrization, args.base_dim, args.base_layers) == ("completep", 640, 13)
+        assert config.layer_dropout.p_max == (0.0 if setting == "dense" else float(setting.removeprefix("ild_dts_")))
+        assert sum(memory_bytes(config, world_size, args.n_parameters()).values()) < 0.8 * 80 * GIB
+        rates[size].add(config.layer_dropout.p_max)
+    assert all(found >= {0.0, 0.2, 0.4, 0.6, 0.8} for found in rates.values()) and 0.99 in rates["8.2b"]
+
+
+def test_smollm3_runs_of_the_paper():
+    """LG table 6: 1 B tokens at context 4096, 1.5 B at 8192, in steps of 1 Mi; 2e-5 after a warm-up of 10 %."""
+    files = {file.stem.removeprefix("smollm3_"): file for file in ROOT.glob("train_configs/smollm3_*.toml")}
+    dropouts = {f"sw_cpt_{placement}_p{p}" for placement in ("pre_norm", "pre_linear", "vpad") for p in (0.1, 0.2, 0.3)}
+    long = {f"8k_sw_{placement}{scaled}" for placement in ("pre_linear", "vpad") for scaled in ("", "_scaled")}
+    assert set(files) == {"sw_cpt_wd", "sw_cpt_no_wd", "sw_attention_dropout", *dropouts, *long}
+    for name, file in files.items():
+        config = load_config(["--job.config_file", str(file)])
+        args, training, dropout = model_args(config), config.training, config.dropout
+        assert (args.dim, args.sliding_window, training.seq_len) == (2048, 4096, 8192 if name in long else 4096)
+        tokens = training.global_batch_size * training.seq_len
+        assert tokens == 2**20 and tokens * training.steps == pytest.approx(1.5e9 if name in long else 1e9, rel=1e-3)
+        warmup, steps = config.lr_scheduler.warmup_steps, training.steps
+        assert warmup == pytest.approx(steps / 10, abs=1)
+        assert learning_rates(config, [warmup + 1, steps]) == [2e-5, 2e-5]
+        p = 0.3 if name in long else float(name.rsplit("_p", 1)[1]) if name in dropouts else 0.0
+        assert dropout.p == p and (dropout.placement == "none") == (p == 0)
+        assert dropout.placement in (name, "none") or dropout.placement in name
+        assert dropout.attention_p == (0.1 if name == "sw_attention_dropout" else 0.0)
+        assert (args.scaling, args.scaling_init) == (
+            ("adaptive", "identity") if "scaled" in name else ("none", "default")
+        )
+        assert config.optimizer.weight_decay == (0.1 if name.endswith("_wd") and "no" not in name else 0.0)
+        assert config.checkpoint.initial_load_path == "outputs/smollm3_3b/checkpoint/step-0"
+
+
+def test_asentmax_runs_differ_from_nape_in_attention_alone():
+    """LG table 11."""
+    for setting in ("wd", "pre_norm", "pre_linear", "vpad"):
+        ours, nape = (
+            load_config(["--job.config_file", str(ROOT / f"train_configs/{name}_400m_{setting}.toml")]).to_dict()
+            for name in ("nape_asentmax", "nape_llama3")
+        )
+        changed = differences(nape, ours)
+        assert {line.split(":")[0] for line in changed} == {
+            "architecture.attention", "architecture.scaling", "training.local_batch_size",
+            "validation.local_batch_size", "activation_checkpoint.mode",
+        }  # fmt: skip

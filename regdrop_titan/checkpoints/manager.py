@@ -19,7 +19,17 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
 
 from ..files import free_name
-from .safety import METADATA, CheckpointError, SaveError, causes, check_complete, load_state, steps_in, survey
+from .safety import (
+    METADATA,
+    CheckpointError,
+    SaveError,
+    causes,
+    check_complete,
+    load_state,
+    read_metadata,
+    steps_in,
+    survey,
+)
 
 DELETING = ".deleting"  # suffix of a folder that retention has given up
 
@@ -68,10 +78,22 @@ class CheckpointManager(TitanCheckpointManager):
             for optimizer in self.optimizers
             for group in optimizer.param_groups
         ]
-        self.dcp_load(self._states_to_load(model_only), path, from_hf=False, from_quantized=False)
+        states = self._states_to_load(model_only)
+        if model_only:
+            states = self._without_new_scaling(states, path)
+        self.dcp_load(states, path, from_hf=False, from_quantized=False)
         self._restore_configuration(configured)
         self.current = path
         return True
+
+    def _without_new_scaling(self, states: dict[str, Any], path: str) -> dict[str, Any]:
+        """A model that begins to scale its queries has parameters for it that the weights it starts from have not:
+        they keep their initial values."""
+        saved = read_metadata(Path(path)).state_dict_metadata
+        new = [name for name in states if ".scaling." in name and name not in saved]
+        if new:
+            logger.info(f"{len(new)} parameters of scaled queries are not in {path}: they keep their initial values")
+        return {name: value for name, value in states.items() if name not in new}
 
     def _restore_configuration(self, configured: list[dict[str, Any]]) -> None:
         """A checkpoint holds the optimizer's learning rate, betas and weight decay and the schedule's base rates, and

@@ -7,8 +7,8 @@ from .test_dropout_runs import check_resume, resume_cases
 
 VPAD = ["--dropout.placement", "vpad", "--dropout.p", "0.1"]
 LAYERS = ["--layer_dropout.p_max", "0.6", "--layer_dropout.schedule", "constant"]
-SMOLLM3 = ["--model.name", "smollm3", "--architecture.sliding_window", "7", "--architecture.scaling", "adaptive",
-           "--architecture.scaling_init", "identity", *VPAD, *LAYERS]  # fmt: skip
+SCALED = ["--architecture.scaling", "adaptive", "--architecture.scaling_init", "identity"]
+SMOLLM3 = ["--model.name", "smollm3", "--architecture.sliding_window", "7", *SCALED, *VPAD, *LAYERS]
 KINDS = {
     "smollm3": SMOLLM3,
     "entmax": ["--architecture.attention", "entmax15", "--architecture.scaling", "adaptive", *VPAD, *LAYERS],
@@ -35,6 +35,12 @@ def runs(folder, packed):
     two["dense_fsdp"] = {"args": []}
     two["dropped_ac"] = {"args": [*DROPPED, "--activation_checkpoint.mode", "full"]}
     two |= resume_cases(RESUMED, folder / "2")
+    # weights without scaled queries, and two runs from there, with and without them
+    weights = ["--model.name", "smollm3", "--checkpoint.enable"]
+    start = [*weights, "--checkpoint.initial_load_path", str(folder / "2/weights/checkpoint/step-3")]
+    two["weights"] = {"args": weights}
+    two["from_weights"] = {"args": start}
+    two["scaled_from_weights"] = {"args": [*start, *SCALED]}
     return run_cases(1, folder / "1", packed, one) | run_cases(2, folder / "2", packed, two)
 
 
@@ -56,3 +62,10 @@ def test_attention_dropout_is_on_and_recomputed_alike(runs):
     for dropped, dense, again in zip(runs["dropped_fsdp_whole"], runs["dense_fsdp"], runs["dropped_ac"], strict=False):
         assert abs(dropped["loss"] - dense["loss"]) > 1e-5
         assert (again["loss"], again["grad_norm"]) == (dropped["loss"], dropped["grad_norm"])
+
+
+def test_continual_pretraining_begins_to_scale(runs):
+    """From weights that know nothing of scaled queries: the first loss bit for bit theirs, then another way."""
+    plain, scaled = runs["from_weights"], runs["scaled_from_weights"]
+    assert scaled[0]["loss"] == plain[0]["loss"] < runs["weights"][0]["loss"]
+    assert scaled[2]["loss"] != plain[2]["loss"]
