@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from .formats import FORMATS, LLAMA, MAMBA2, SMOLLM3, Format, Tensors
 from .safety import CheckpointError
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -54,16 +55,61 @@ def _read_file(file: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{file}: unreadable: {error}") from None
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, by their names: one file, or the parts that an index names. Raises CheckpointError."""
+def weight_files(folder: Path) -> list[Path]:
+    """The file with the weights, or the parts that an index names. Raises CheckpointError where there is neither."""
     for name in WEIGHTS:
         index = folder / f"{name}.index.json"
         if (folder / name).exists():
-            return _read_file(folder / name)
+            return [folder / name]
         if index.exists():
-            parts = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            return {key: tensor for part in parts for key, tensor in _read_file(folder / part).items()}
+            return [folder / part for part in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     raise CheckpointError(f"{folder}: has no weights ({' or '.join(WEIGHTS)}, or their index)")
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, by their names. Raises CheckpointError."""
+    return {key: tensor for file in weight_files(folder) for key, tensor in _read_file(file).items()}
+
+
+def read_headers(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder of safetensors without their values, on the meta device. Raises CheckpointError."""
+    found = {}
+    for file in weight_files(folder):
+        if file.suffix != ".safetensors":
+            raise CheckpointError(f"{file}: only safetensors can be read in parts; use scripts/import_hf.py")
+        try:
+            with safe_open(file, "pt") as part:
+                for name in part.keys():  # noqa: SIM118, it is no dict
+                    header = part.get_slice(name)
+                    dtype = DTYPES.get(header.get_dtype(), torch.uint8)
+                    found[name] = torch.empty(header.get_shape(), dtype=dtype, device="meta")
+        except FileNotFoundError:
+            raise CheckpointError(f"{file}: missing") from None
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: unreadable: {error}") from None
+    return found
+
+
+def check_readable_in_parts(folder: Path, args: DecoderArgs) -> Format:
+    """The format of a folder whose weights a model of `args` reads in place, each rank its shards.
+
+    Raises CheckpointError for another model, by its configuration and its tensors' names and shapes; the window may be
+    another one.
+    """
+    config = read_config(folder)
+    form = format_of(config, folder)
+    if not form.renames:
+        raise CheckpointError(f"{folder}: this format cannot be read in parts; use scripts/import_hf.py")
+    theirs = form.args(config, folder)
+    faults = [
+        f"{name} = {getattr(args, name)!r}, of the folder's model {getattr(theirs, name)!r}"
+        for name in ("layer_kinds", "norm_eps", "rope_theta", "tied_embeddings", "n_heads", "n_kv_heads")
+        if getattr(args, name) != getattr(theirs, name)
+    ]
+    if faults:
+        raise CheckpointError(f"{folder}: is of another model: {'; '.join(faults)}")
+    check_tensors(read_headers(folder), args, form, folder)
+    return form
 
 
 def format_of(config: dict[str, Any], where: Path) -> Format:
@@ -75,16 +121,15 @@ def format_of(config: dict[str, Any], where: Path) -> Format:
     )
 
 
-def from_huggingface(weights: Tensors, args: DecoderArgs, form: Format, where: Path) -> Tensors:
-    """Our state of their tensors, fp32. Raises CheckpointError naming every missing, unexpected or ill-shaped one."""
-    weights = {name.replace(*form.older) if form.older[0] else name: w for name, w in weights.items()}
-    if args.tied_embeddings:
-        weights.setdefault("lm_head.weight", weights.get(form.embedding, torch.empty(0)))
+def check_tensors(weights: Tensors, args: DecoderArgs, form: Format, where: Path) -> None:
+    """Raise CheckpointError naming every tensor that is missing, unexpected, ill-shaped or quantized. A tied head and
+    the parameters of scaled queries, which no format has, need not be there."""
     with torch.device("meta"):
-        wanted = form.to_theirs(Decoder(args).state_dict(), args) | {
-            "lm_head.weight": torch.empty(args.vocab_size, args.dim)
-        }
+        ours = {name: w for name, w in Decoder(args).state_dict().items() if ".scaling." not in name}
+    wanted = form.to_theirs(ours, args)
+    head = {"lm_head.weight": torch.empty(args.vocab_size, args.dim, device="meta")} if args.tied_embeddings else {}
     faults = [f"{name}: missing" for name in wanted if name not in weights]
+    wanted |= head
     faults += [f"{name}: unexpected" for name in weights if name not in wanted]
     faults += [
         f"{name}: is {tuple(weights[name].shape)}, the configuration says {tuple(w.shape)}"
@@ -94,11 +139,19 @@ def from_huggingface(weights: Tensors, args: DecoderArgs, form: Format, where: P
     faults += [
         f"{name}: is {w.dtype}, quantized weights are not supported"
         for name, w in weights.items()
-        if w.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        if w.dtype not in DTYPES.values()
     ]
     if faults:
         more = [f"and {len(faults) - 10} more"] if len(faults) > 10 else []
         raise CheckpointError(f"{where}: the weights do not fit:\n  " + "\n  ".join(faults[:10] + more))
+
+
+def from_huggingface(weights: Tensors, args: DecoderArgs, form: Format, where: Path) -> Tensors:
+    """Our state of their tensors, fp32. Raises CheckpointError for tensors that do not fit."""
+    weights = {name.replace(*form.older) if form.older[0] else name: w for name, w in weights.items()}
+    check_tensors(weights, args, form, where)
+    if args.tied_embeddings:
+        weights.setdefault("lm_head.weight", weights[form.embedding])
     weights = {name: tensor.float() for name, tensor in weights.items()}
     if args.tied_embeddings and not torch.equal(weights["lm_head.weight"], weights[form.embedding]):
         raise CheckpointError(f"{where}: the configuration ties head and embedding, the weights differ")

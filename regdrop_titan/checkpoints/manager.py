@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import AsyncMode
 from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
@@ -19,6 +21,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
 
 from ..files import free_name
+from .huggingface import format_of, read_config
 from .safety import (
     METADATA,
     CheckpointError,
@@ -71,7 +74,7 @@ class CheckpointManager(TitanCheckpointManager):
             raise choice[0]
         if choice[0] is None:
             return False
-        path, model_only = choice[0]
+        path, model_only, from_hf = choice[0]
         logger.info(f"Loading {'the model of ' if model_only else ''}{path}")
         configured = [
             {name: value for name, value in group.items() if name != "params"}
@@ -80,16 +83,16 @@ class CheckpointManager(TitanCheckpointManager):
         ]
         states = self._states_to_load(model_only)
         if model_only:
-            states = self._without_new_scaling(states, path)
-        self.dcp_load(states, path, from_hf=False, from_quantized=False)
+            states = self._without_new_scaling(states, path, from_hf)
+        self.dcp_load(states, path, from_hf=from_hf, from_quantized=False)
         self._restore_configuration(configured)
         self.current = path
         return True
 
-    def _without_new_scaling(self, states: dict[str, Any], path: str) -> dict[str, Any]:
+    def _without_new_scaling(self, states: dict[str, Any], path: str, from_hf: bool) -> dict[str, Any]:
         """A model that begins to scale its queries has parameters for it that the weights it starts from have not:
         they keep their initial values."""
-        saved = read_metadata(Path(path)).state_dict_metadata
+        saved = () if from_hf else read_metadata(Path(path)).state_dict_metadata  # no format there has them
         new = [name for name in states if ".scaling." in name and name not in saved]
         if new:
             logger.info(f"{len(new)} parameters of scaled queries are not in {path}: they keep their initial values")
@@ -115,8 +118,8 @@ class CheckpointManager(TitanCheckpointManager):
         if now != saved:
             logger.info(f"The next step's learning rate is {now:.4g}; by the checkpoint it would have been {saved:.4g}")
 
-    def _choose(self, step: int) -> tuple[str, bool] | CheckpointError | None:
-        """What to load, and whether only its model."""
+    def _choose(self, step: int) -> tuple[str, bool, bool] | CheckpointError | None:
+        """What to load, whether only its model, and whether it is a Hugging Face folder."""
         complete, faults = survey(Path(self.folder))
         for other, fault in faults.items():
             if other > max(complete, default=-1) or other == step:
@@ -127,21 +130,28 @@ class CheckpointManager(TitanCheckpointManager):
             if self.initial_load_path:
                 logger.info(f"checkpoint.initial_load_path is not read: {self.folder} has checkpoints of this run")
             chosen = step if step != -1 else complete[-1]
-            return self._create_checkpoint_id(chosen), chosen == 0
+            return self._create_checkpoint_id(chosen), chosen == 0, False
+        if self.initial_load_in_hf:
+            return self.initial_load_path, True, True  # looked at with the configuration
         if self.initial_load_path:
             try:
                 check_complete(Path(self.initial_load_path))
             except CheckpointError as error:
                 return CheckpointError(f"checkpoint.initial_load_path: {error}")
-            return self.initial_load_path, self.initial_load_model_only
+            return self.initial_load_path, self.initial_load_model_only, False
         if faults:
             logger.warning(f"{self.folder} has no whole checkpoint: training starts from the beginning")
         return None
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         if from_hf:
-            return super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
-        load_state(state_dict, Path(checkpoint_id))
+            # their tensors are ours under other names: each rank reads its shards in place
+            args = self.states["model"].model[0].args
+            form = format_of(read_config(Path(checkpoint_id)), Path(checkpoint_id))
+            theirs = form.to_theirs(state_dict, args)
+            dcp.load(theirs, storage_reader=HuggingFaceStorageReader(checkpoint_id))
+        else:
+            load_state(state_dict, Path(checkpoint_id))
         if "model" in self.states:
             # as TorchTitan: the model's tensors lie flat in the state, and are handed over by hand
             self.states["model"].load_state_dict(state_dict)

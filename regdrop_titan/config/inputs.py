@@ -6,6 +6,7 @@ from pathlib import Path
 import torchtitan.config as titan
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
+from ..checkpoints.huggingface import check_readable_in_parts
 from ..checkpoints.manager import missing_step
 from ..checkpoints.safety import CheckpointError, check_complete, survey
 from ..data.mixture import parse_mixture
@@ -111,7 +112,10 @@ def _checkpoint_faults(config: JobConfig) -> list[str]:
         faults.append(missing_step(folder, checkpoint.load_step, complete, found))
     if checkpoint.initial_load_path is not None and not complete:
         try:
-            check_complete(Path(checkpoint.initial_load_path))
+            if checkpoint.initial_load_in_hf:
+                check_readable_in_parts(Path(checkpoint.initial_load_path), model_args(config))
+            else:
+                check_complete(Path(checkpoint.initial_load_path))
         except CheckpointError as error:
             faults.append(f"checkpoint.initial_load_path: {error}")
     return faults

@@ -8,9 +8,10 @@ from safetensors.torch import load_file, save_file
 
 from regdrop_titan.checkpoints import CheckpointError, load_model
 from regdrop_titan.checkpoints.huggingface import export_huggingface, import_huggingface
+from regdrop_titan.config import ConfigError, load_config
 from regdrop_titan.models import build_model
 
-from ..distributed.harness import run_cases
+from ..distributed.harness import DDP, TP, run_cases
 from .test_safety import Evil
 
 SIZES = {"dim": 64, "n_layers": 2, "vocab_size": 97, "ssm_head_dim": 16, "state_size": 8, "chunk_size": 32}
@@ -253,3 +254,52 @@ def test_scripts_and_continual_pretraining(tmp_path, packed, script, capsys):
     run_cases(1, tmp_path, packed, {"continued": case})
     a, b = (load_model(tmp_path / name / "checkpoint") for name in ("imported", "continued"))
     assert all(torch.allclose(x, y, atol=1e-9) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_a_folder_read_in_parts(tmp_path, packed):
+    """`checkpoint.initial_load_in_hf`: each rank reads its shards of a SmolLM3 folder in bf16; the first loss is that
+    of the imported weights, in every layout. Scaled queries begin at the identity."""
+    smollm3 = ["--model.name", "smollm3", "--architecture.sliding_window", "9"]
+    model = build_model("smollm3", "debug", dim=64, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=256)
+    export_huggingface(model, tmp_path / "hf", torch.bfloat16, shard_size=60_000)
+    import_huggingface(tmp_path / "hf", tmp_path / "imported")
+    start = [*smollm3, "--checkpoint.enable", "--checkpoint.interval", "10", "--checkpoint.initial_load_path"]
+    folder = [*start, str(tmp_path / "hf"), "--checkpoint.initial_load_in_hf", "--training.seed", "7"]
+    scaled = ["--architecture.scaling", "adaptive", "--architecture.scaling_init", "identity"]
+    runs = run_cases(2, tmp_path, packed, {
+        "imported": {"args": [*start, str(tmp_path / "imported/checkpoint/step-0"), "--training.seed", "7"]},
+        "fsdp": {"args": folder}, "tp": {"args": folder + TP}, "ddp": {"args": folder + DDP},
+        "scaled": {"args": folder + scaled},
+    })  # fmt: skip
+    for name in ("fsdp", "tp", "ddp", "scaled"):
+        assert runs[name][0]["loss"] == pytest.approx(runs["imported"][0]["loss"], rel=1e-6), name
+    for ours, imported in zip(runs["fsdp"], runs["imported"], strict=True):
+        assert (ours["loss"], ours["grad_norm"]) == (imported["loss"], imported["grad_norm"])
+
+
+def test_folders_that_cannot_be_read_in_parts(tmp_path):
+    export_huggingface(build_model("smollm3", "debug", **ATTENTION), tmp_path / "hf")
+    toml = tmp_path / "run.toml"
+    toml.write_text(
+        '[model]\nname = "smollm3"\n[architecture]\n' + "\n".join(f"{k} = {v}" for k, v in ATTENTION.items())
+    )
+
+    def faults(*args: str) -> list[str]:
+        base = ["--job.config_file", str(toml), "--job.dump_folder", str(tmp_path / "out"), "--checkpoint.enable"]
+        with pytest.raises(ConfigError) as raised:
+            load_config([*base, "--checkpoint.initial_load_in_hf", *args], inputs=True)
+        return [fault for fault in raised.value.faults if fault.startswith("checkpoint.")]
+
+    assert faults() == ["checkpoint.initial_load_in_hf: needs checkpoint.initial_load_path, the folder"]
+    path = ["--checkpoint.initial_load_path", str(tmp_path / "hf")]
+    (fault,) = faults(*path, "--architecture.ffn_dim", "80")
+    assert "model.layers.0.mlp.gate_proj.weight: is (96, 64), the configuration says (80, 64)" in fault
+    (fault,) = faults(*path, "--architecture.rope_theta", "10000.0")
+    assert "is of another model: rope_theta = 10000.0, of the folder's model 50000.0" in fault
+    (tmp_path / "hf/model.safetensors").write_bytes(b"broken")
+    assert "model.safetensors: unreadable" in faults(*path)[0]
+    (tmp_path / "hf/model.safetensors").unlink()
+    assert "has no weights" in faults(*path)[0]
+    export_huggingface(build_model("mamba2", "debug", **SIZES), tmp_path / "mamba2")
+    assert "cannot be read in parts; use scripts/import_hf.py" in faults(path[0], str(tmp_path / "mamba2"))[0]
+    assert "could not go on from it" in faults(*path, "--checkpoint.last_save_in_hf")[0]

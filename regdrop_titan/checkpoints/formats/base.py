@@ -26,6 +26,7 @@ class Format:
         to_theirs, to_ours: the tensors under the other names; a tied head is left out of theirs.
         config: their configuration of our arguments: every field that our model fixes, whatever their default is.
         embedding: their name of the embedding.
+        renames: whether the tensors are the same under other names, so that sharded ones can be read in place.
         older: names in older files, to be replaced.
     """
 
@@ -37,6 +38,7 @@ class Format:
     to_ours: Callable[[Tensors, DecoderArgs], Tensors]
     config: Callable[[DecoderArgs, torch.dtype], dict[str, Any]]
     embedding: str
+    renames: bool = False
     older: tuple[str, str] = ("", "")
 
 

@@ -162,7 +162,9 @@ def _fault_smollm3(args: DecoderArgs) -> str | None:
     return _fault_of_both(args)
 
 
-SHARED: dict[str, Any] = {"to_theirs": _to_theirs, "to_ours": _to_ours, "embedding": "model.embed_tokens.weight"}
+SHARED: dict[str, Any] = {
+    "to_theirs": _to_theirs, "to_ours": _to_ours, "embedding": "model.embed_tokens.weight", "renames": True,
+}  # fmt: skip
 LLAMA = Format(
     family="nape_llama3",
     reads=lambda config: config.get("model_type") == "llama",
