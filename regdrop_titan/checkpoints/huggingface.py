@@ -1,12 +1,15 @@
-"""Weights from and to Hugging Face folders: `Mamba2ForCausalLM`, `SmolLM3ForCausalLM`, `LlamaForCausalLM`, and in only
-the original state-spaces format of Mamba2. `formats` has the names.
+"""Weights from and to Hugging Face folders: `Mamba2ForCausalLM`, `SmolLM3ForCausalLM`, `LlamaForCausalLM`, other
+attention models with a modelling file of their own, and in only the original state-spaces format of Mamba2. `formats`
+has the names.
 
 Weights are read from safetensors, `.bin` files by torch's unpickler of plain tensors alone: reading runs no code.
 """
 
 import dataclasses
+import importlib.util
 import json
 import pickle
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,11 +24,13 @@ from torch import Tensor
 from ..config.resume import CONFIG_FILE
 from ..files import write_json
 from ..models import Decoder, DecoderArgs
-from .formats import FORMATS, LLAMA, MAMBA2, SMOLLM3, Format, Tensors
+from .formats import FORMATS, LLAMA, MAMBA2, REGDROP, SMOLLM3, Format, Tensors
 from .safety import CheckpointError
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+CHECK_LENGTH = 128  # tokens
+CHECK_TOLERANCE = 1e-4  # of logits, both in fp32
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -117,7 +122,8 @@ def format_of(config: dict[str, Any], where: Path) -> Format:
         if found.reads(config):
             return found
     raise CheckpointError(
-        f"{where}: model_type {config.get('model_type')!r}, expected mamba2, smollm3, llama, or the state-spaces format"
+        f"{where}: model_type {config.get('model_type')!r}, expected mamba2, smollm3, llama, regdrop, or the "
+        "state-spaces format"
     )
 
 
@@ -159,27 +165,25 @@ def from_huggingface(weights: Tensors, args: DecoderArgs, form: Format, where: P
 
 
 def export_format(args: DecoderArgs) -> Format:
-    """The format that a model of these arguments is written in. Raises CheckpointError where there is none."""
+    """The format that a model of these arguments is written in: the first that has a place for all of it. Raises
+    CheckpointError where there is none."""
     kinds = set(args.layer_kinds)
     if "mamba" in kinds and len(kinds) > 1:
         raise CheckpointError(f"hybrid stacks have no format there, this one is {args.layers!r}")
-    form = MAMBA2 if kinds == {"mamba"} else SMOLLM3 if "nope" in kinds or args.sliding_window else LLAMA
-    fault = form.fault(args)
-    if (args.width_multiplier, args.depth_multiplier) != (1, 1):
-        fault = (
-            f"the multipliers of {args.parametrization}: m_d = {args.width_multiplier:g}, "
-            f"m_L = {args.depth_multiplier:g}"
-        )
-    if fault:
-        raise CheckpointError(f"the format has no place for {fault}")
-    return form
+    fault = None
+    for form in (MAMBA2,) if kinds == {"mamba"} else (LLAMA, SMOLLM3, REGDROP):
+        fault = form.fault(args)
+        if fault is None:
+            return form
+    raise CheckpointError(f"the format has no place for {fault}")
 
 
 def export_huggingface(
     model: Decoder, folder: Path, dtype: torch.dtype = torch.float32, shard_size: str | int = "5GB"
 ) -> None:
     """Write `model` as a folder that `transformers` loads, which must be new or empty: weights in files of at most
-    `shard_size`, with their index, `config.json` and `generation_config.json`. Raises CheckpointError."""
+    `shard_size`, with their index, `config.json`, `generation_config.json`, and the modelling file where transformers
+    has no class for it. Raises CheckpointError."""
     args = model.args
     form = export_format(args)
     if folder.exists() and any(folder.iterdir()):
@@ -197,10 +201,33 @@ def export_huggingface(
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder / f"{WEIGHTS[0]}.index.json", index)
+    if form.code is not None:
+        shutil.copyfile(form.code, folder / form.code.name)
     config = form.config(args, dtype)
     write_json(folder / "config.json", config)
     ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
+
+
+def check_transformers() -> None:
+    """Raise CheckpointError where `check_export` cannot run."""
+    if importlib.util.find_spec("transformers") is None:
+        raise CheckpointError("--check needs transformers, which is not installed (pip install 'transformers>=5')")
+
+
+@torch.no_grad()
+def check_export(model: Decoder, folder: Path, dtype: torch.dtype) -> float:
+    """The largest difference between the fp32 logits of `folder`, an export of `model` in `dtype`, as `transformers`
+    loads it, and of `model`, whose weights are rounded to `dtype` here. Runs the modelling file of the folder."""
+    from transformers import AutoModelForCausalLM  # takes seconds, and only tests install it
+
+    model = model.to(dtype).float().eval()
+    args = model.args
+    tokens = torch.randint(args.vocab_size, (2, CHECK_LENGTH), generator=torch.Generator().manual_seed(0))
+    # of one document, which is all that the other side knows
+    tokens = torch.where(tokens == args.eos_id, (args.eos_id + 1) % args.vocab_size, tokens)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).eval()
+    return (theirs(tokens).logits - model(tokens)).abs().max().item()
 
 
 def import_huggingface(source: Path, folder: Path) -> DecoderArgs:

@@ -141,7 +141,7 @@ def test_what_attention_models_are_refused_for(tmp_path):
     refused(
         r"model.layers.0.mlp.up_proj.weight: is \(96, 64\), the configuration says \(80, 64\)", intermediate_size=80
     )
-    refused("model_type 'gpt2', expected mamba2, smollm3, llama", model_type="gpt2")
+    refused("model_type 'gpt2', expected mamba2, smollm3, llama, regdrop", model_type="gpt2")
     (part,) = sorted((tmp_path / "hf").glob("model-00002-*"))
     weights = load_file(part)
     name = next(iter(weights))
@@ -149,10 +149,8 @@ def test_what_attention_models_are_refused_for(tmp_path):
     refused(f"{name}: is torch.float8_e4m3fn, quantized weights are not supported")
     part.unlink()
     refused(rf"{part.name}: missing")
-    for options, message in (({"scaling": "adaptive"}, "scaling = 'adaptive'"), ({"position": "nape"}, "position = "),
-                             ({"attention": "entmax15"}, "attention = 'entmax15'")):  # fmt: skip
-        with pytest.raises(CheckpointError, match=f"the format has no place for {message}"):
-            export_huggingface(build_model("smollm3", "debug", **ATTENTION, **options), tmp_path / "other")
+    with pytest.raises(CheckpointError, match="the format has no place for attention = 'entmax15'"):
+        export_huggingface(build_model("smollm3", "debug", **ATTENTION, attention="entmax15"), tmp_path / "other")
     assert not (tmp_path / "run").exists() and not (tmp_path / "other").exists()
 
 
@@ -231,6 +229,9 @@ def test_what_the_format_has_no_place_for(tmp_path):
     model = build_model("mamba2", "debug", **SIZES, parametrization="mup", base_dim=SIZES["dim"] // 2)
     with pytest.raises(CheckpointError, match="no place for the multipliers of mup: m_d = 2, m_L = 1"):
         export_huggingface(model, tmp_path / "hf")
+    model = build_model("mamba2", "debug", **SIZES, eval_scale=[1.0, 0.9])
+    with pytest.raises(CheckpointError, match="no place for each layer's own factor in evaluation"):
+        export_huggingface(model, tmp_path / "hf")
     with pytest.raises(CheckpointError, match="no place for norm = 'layernorm'"):
         export_huggingface(build_model("mamba2", "debug", **SIZES, norm="layernorm"), tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
@@ -243,7 +244,8 @@ def test_scripts_and_continual_pretraining(tmp_path, packed, script, capsys):
     initial = ["--checkpoint.initial_load_path", str(tmp_path / "imported/checkpoint/step-0")]
     run_cases(1, tmp_path, packed, {"run": {"args": save}})
     assert script("export_hf", "--checkpoint", str(tmp_path / "run/checkpoint"), "--output", str(tmp_path / "hf"),
-                  "--dtype", "float32") == 0  # fmt: skip
+                  "--dtype", "float32", "--check") == 0  # fmt: skip
+    assert "checked with transformers: largest difference of logits" in capsys.readouterr().out
     assert script("import_hf", "--input", str(tmp_path / "hf"), "--output", str(tmp_path / "imported")) == 0
     assert "imported/checkpoint/step-0" in capsys.readouterr().out
     assert script("import_hf", "--input", str(tmp_path / "nowhere"), "--output", str(tmp_path / "x")) == 2

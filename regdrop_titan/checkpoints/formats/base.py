@@ -28,6 +28,7 @@ class Format:
         embedding: their name of the embedding.
         renames: whether the tensors are the same under other names, so that sharded ones can be read in place.
         older: names in older files, to be replaced.
+        code: the modelling file that goes beside the weights, where transformers has no class of its own.
     """
 
     family: str
@@ -40,6 +41,19 @@ class Format:
     embedding: str
     renames: bool = False
     older: tuple[str, str] = ("", "")
+    code: Path | None = None
+
+
+def fault_of_factors(args: DecoderArgs) -> str | None:
+    """The factors of a model that formats of transformers' own classes have no place for."""
+    if (args.width_multiplier, args.depth_multiplier) != (1, 1):
+        return (
+            f"the multipliers of {args.parametrization}: m_d = {args.width_multiplier:g}, "
+            f"m_L = {args.depth_multiplier:g}"
+        )
+    if any(factor != 1 for factor in args.eval_scale or []):
+        return "each layer's own factor in evaluation (layer_dropout.scale = 'eval_density')"
+    return None
 
 
 def refuse(refused: dict[str, Any], where: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ...models import DecoderArgs, flavor_args
-from .base import Format, Tensors, check_args, refuse
+from .base import Format, Tensors, check_args, fault_of_factors, refuse
 
 OF_MODEL = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 OF_LAYER = {
@@ -30,13 +30,13 @@ OF_LAYER = {
 }  # fmt: skip
 
 
-def their_name(name: str) -> str:
+def their_name(name: str, of_layer: dict[str, str] = OF_LAYER) -> str:
     """Of the parameter that we call `name`."""
     module, _, kind = name.rpartition(".")
     if module in OF_MODEL:
         return f"{OF_MODEL[module]}.{kind}"
     _, layer, rest = module.split(".", 2)
-    return f"model.layers.{layer}.{OF_LAYER[rest]}.{kind}"
+    return f"model.layers.{layer}.{of_layer[rest]}.{kind}"
 
 
 def _names(args: DecoderArgs) -> list[str]:
@@ -150,12 +150,15 @@ def _fault_of_both(args: DecoderArgs) -> str | None:
         "attention_scale": args.score_scale is not None,
     }  # fmt: skip
     found = [f"{name} = {getattr(args, name)!r}" for name, has in others.items() if has]
-    return ", ".join(found) or None
+    return ", ".join(found) or fault_of_factors(args)
 
 
 def _fault_llama(args: DecoderArgs) -> str | None:
-    window = "" if args.sliding_window is None else f"sliding_window = {args.sliding_window}"
-    return _fault_of_both(args) or window or None
+    only_smollm3 = {
+        f"layers = {args.layers!r}": "nope" in args.layer_kinds,
+        f"sliding_window = {args.sliding_window}": args.sliding_window is not None,
+    }
+    return _fault_of_both(args) or ", ".join(name for name, has in only_smollm3.items() if has) or None
 
 
 def _fault_smollm3(args: DecoderArgs) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...models import DecoderArgs, flavor_args
-from .base import Format, Tensors, check_args, refuse
+from .base import Format, Tensors, check_args, fault_of_factors, refuse
 
 
 def _args(config: dict[str, Any], where: Path) -> DecoderArgs:
@@ -112,7 +112,7 @@ def _config(args: DecoderArgs, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _fault(args: DecoderArgs) -> str | None:
-    return f"norm = {args.norm!r}" if args.norm != "rmsnorm" else None
+    return f"norm = {args.norm!r}" if args.norm != "rmsnorm" else fault_of_factors(args)
 
 
 MAMBA2 = Format(
