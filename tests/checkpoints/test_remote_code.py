@@ -150,8 +150,12 @@ def test_as_models_of_transformers_are_used(load, tmp_path):
     assert len(output.hidden_states) == 5
     close(theirs.lm_head(output.hidden_states[-1] / 2.0), output.logits)  # m_d
     assert theirs.to(torch.bfloat16)(tokens).logits.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match=r"attention_mask must be .batch, 12.*static caches are not supported"):
+    with pytest.raises(
+        ValueError, match=r"attention_mask must be .batch, 12.: 0 tokens of the cache and 12 new ones, got"
+    ):
         theirs(tokens, attention_mask=torch.ones(2, 1, 12, 12))
+    with pytest.raises(ValueError, match="static caches are not supported"):
+        theirs.generate(tokens, max_new_tokens=2, cache_implementation="static")
     with pytest.raises(ValueError, match="flex"):
         load(tmp_path / "hf", "flex_attention")
     theirs.save_pretrained(tmp_path / "theirs")

@@ -103,7 +103,8 @@ class RegDropConfig(PreTrainedConfig):
         self.use_cache = use_cache
         # no default of the library's: they differ by its version
         kwargs |= {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
-        super().__init__(**kwargs, tie_word_embeddings=tie_word_embeddings)
+        kwargs["tie_word_embeddings"] = tie_word_embeddings
+        super().__init__(**kwargs)
 
 
 def wide(x: Tensor) -> Tensor:
@@ -302,11 +303,13 @@ class RegDropModel(RegDropPreTrainedModel):
         cache = past_key_values if cache is None else cache
         if cache is None and (self.config.use_cache if use_cache is None else use_cache):
             cache = DynamicCache()
+        if getattr(cache, "is_compileable", False):
+            raise ValueError("static caches are not supported, whose keys are more than there are tokens")
         past = 0 if cache is None else int(cache.get_seq_length())
         if attention_mask is not None and tuple(attention_mask.shape[1:]) != (past + S,):
             raise ValueError(
                 f"attention_mask must be (batch, {past + S}): {past} tokens of the cache and {S} new ones, got "
-                f"{tuple(attention_mask.shape)}; static caches are not supported"
+                f"{tuple(attention_mask.shape)}"
             )
         if position_ids is None:
             if attention_mask is None:
