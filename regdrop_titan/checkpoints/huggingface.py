@@ -113,7 +113,8 @@ def check_readable_in_parts(folder: Path, args: DecoderArgs) -> Format:
     ]
     if faults:
         raise CheckpointError(f"{folder}: is of another model: {'; '.join(faults)}")
-    check_tensors(read_headers(folder), args, form, folder)
+    # what scales queries begins afresh, these formats have no place for it
+    check_tensors(read_headers(folder), dataclasses.replace(args, scaling="none"), form, folder)
     return form
 
 
@@ -128,11 +129,10 @@ def format_of(config: dict[str, Any], where: Path) -> Format:
 
 
 def check_tensors(weights: Tensors, args: DecoderArgs, form: Format, where: Path) -> None:
-    """Raise CheckpointError naming every tensor that is missing, unexpected, ill-shaped or quantized. A tied head and
-    the parameters of scaled queries, which no format has, need not be there."""
+    """Raise CheckpointError naming every tensor that is missing, unexpected, ill-shaped or quantized; a tied head need
+    not be there."""
     with torch.device("meta"):
-        ours = {name: w for name, w in Decoder(args).state_dict().items() if ".scaling." not in name}
-    wanted = form.to_theirs(ours, args)
+        wanted = form.to_theirs(Decoder(args).state_dict(), args)
     head = {"lm_head.weight": torch.empty(args.vocab_size, args.dim, device="meta")} if args.tied_embeddings else {}
     faults = [f"{name}: missing" for name in wanted if name not in weights]
     wanted |= head
