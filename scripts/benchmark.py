@@ -87,7 +87,7 @@ def ratio(seconds: dict[str, list[float]], name: str, base: str) -> tuple[float,
 
 
 def dense(arguments: argparse.Namespace) -> dict:
-    """TorchTitan's Llama-3 beside our decoder at equal sizes, then NAPE and each dropout placement."""
+    """TorchTitan's Llama-3 beside our decoder at equal sizes, then NAPE, each dropout placement and attention variant."""
     from torchtitan.models.llama3 import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
 
@@ -116,6 +116,10 @@ def dense(arguments: argparse.Namespace) -> dict:
         "nape pre_linear": ours("nape", "pre_linear"),
         "nape vpad": ours("nape", "vpad"),
         "nape vpad per_linear": ours("nape", "vpad", mask="per_linear"),
+        "nape adaptive": ours("nape", scaling="adaptive"),
+        "nape ssmax": ours("nape", scaling="ssmax"),
+        "nape entmax15": ours("nape", attention="entmax15"),
+        "nape attention_p": ours("nape", attention_p=arguments.p),
     }
     steps = {name: make_step(model, tokens, arguments.compile) for name, model in models.items()}
     seconds = time_rounds(steps, arguments.rounds, arguments.warmup)
