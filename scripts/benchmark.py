@@ -87,7 +87,7 @@ def ratio(seconds: dict[str, list[float]], name: str, base: str) -> tuple[float,
 
 
 def dense(arguments: argparse.Namespace) -> dict:
-    """TorchTitan's Llama-3 beside our decoder at equal sizes, then NAPE, each dropout placement and attention variant."""
+    """TorchTitan's Llama-3 beside our decoder at equal sizes, then NAPE, each placement and attention variant."""
     from torchtitan.models.llama3 import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
 
