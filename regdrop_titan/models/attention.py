@@ -115,8 +115,34 @@ def entmax15_attention(
     scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale) + bias.to(scores.dtype)
     # finite, and out of reach: the largest score is the support's bound from above, tau lies within 2 below it
     scores = scores.clamp_min(scores.detach().amax(-1, keepdim=True) - 100.0)
-    weights = entmax15(scores, dim=-1).to(v.dtype)
+    weights = _entmax15(scores).to(v.dtype)
     return F.dropout(weights, dropout_p) @ v
+
+
+# An operator of its own: torch.compile cannot trace the package's autograd function.
+@torch.library.custom_op("regdrop_titan::entmax15", mutates_args=())
+def _entmax15(scores: Tensor) -> Tensor:
+    return entmax15(scores, dim=-1)
+
+
+@_entmax15.register_fake
+def _(scores):
+    return torch.empty_like(scores)
+
+
+def _save_weights(ctx, inputs, output):
+    ctx.save_for_backward(output)
+
+
+def _entmax15_backward(ctx, gradient):
+    """The Jacobian is `diag(s) - s s^T / sum(s)` with `s = sqrt(p)` (Peters et al., arXiv 1905.05702)."""
+    (weights,) = ctx.saved_tensors
+    s = weights.sqrt()
+    g = gradient * s
+    return g - g.sum(-1, keepdim=True) / s.sum(-1, keepdim=True) * s
+
+
+_entmax15.register_autograd(_entmax15_backward, setup_context=_save_weights)
 
 
 def _repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

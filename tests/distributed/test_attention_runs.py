@@ -17,7 +17,8 @@ KINDS = {
 LAYOUTS = {
     "smollm3_fsdp": [], "smollm3_ddp": DDP, "smollm3_tp": TP, "smollm3_compile": ["--compile.enable"],
     "smollm3_ac": ["--activation_checkpoint.mode", "full"],
-    "entmax_fsdp": [], "entmax_tp": TP, "entmax_pp": PP, "ssmax_fsdp": [], "ssmax_tp": TP, "ssmax_pp": PP,
+    "entmax_fsdp": [], "entmax_compile": ["--compile.enable"],
+    "entmax_tp": TP, "entmax_pp": PP, "ssmax_fsdp": [], "ssmax_tp": TP, "ssmax_pp": PP,
 }  # fmt: skip
 DROPPED = ["--dropout.attention_p", "0.2"]
 RESUMED = {"dropped_fsdp": DROPPED, "dropped_entmax_tp": DROPPED + KINDS["entmax"] + TP}
