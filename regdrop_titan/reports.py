@@ -202,8 +202,9 @@ def training_settings(config: dict[str, Any]) -> dict[str, Any]:
         settings = {k: v for k, v in settings.items() if not k.startswith("layer_dropout.")}
         settings["layer_dropout.p_max"] = 0.0
     if settings["dropout.placement"] == "none" or settings["dropout.p"] == 0:
+        attention_p = settings["dropout.attention_p"]  # is beside any placement
         settings = {k: v for k, v in settings.items() if not k.startswith("dropout.")}
-        settings["dropout.placement"] = "none"
+        settings |= {"dropout.placement": "none", "dropout.attention_p": attention_p}
     identity = json.dumps(config.get("data"), sort_keys=True)
     return settings | {"data": hashlib.sha256(identity.encode()).hexdigest()[:8]}
 

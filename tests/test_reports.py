@@ -117,7 +117,9 @@ def test_what_separates_groups(tmp_path):
     write_run(tmp_path / "d", [3.0, 2.6], dropout__p=0.1, dropout__placement="vpad")
     write_run(tmp_path / "e", [3.0, 2.8], checkpoint__initial_load_path="somewhere")
     write_run(tmp_path / "f", [3.0, 1.0])
-    first, vpad, loaded = rows_of(tmp_path, last=1)
+    write_run(tmp_path / "g", [3.0, 2.9], dropout__attention_p=0.1)
+    first, vpad, loaded, weights = rows_of(tmp_path, last=1)
+    assert "attention_p 0.1" in weights.settings
     assert [run.name for run in first.group.runs] == ["a", "b", "c", "f"]
     assert first.train.mean == pytest.approx(statistics.mean([2.0, 2.2, 2.4, 1.0]))
     assert first.best.name == "f"  # by train loss: there is no validation
