@@ -221,24 +221,26 @@ class Attention(nn.Module):
 
     def context(self, seq_len: int, device: torch.device, documents: Tensor | None) -> AttentionContext:
         """The context for full sequences of `seq_len` tokens; documents (B, S) hides other documents' keys."""
-        context = AttentionContext(window=self.window, documents=documents)
+        # a window that holds the whole sequence is none, bit for bit
+        window = None if self.window is None or self.window >= seq_len else self.window
+        context = AttentionContext(window=window, documents=documents)
         if self.position == "rope":
             context.rotary = rotary_table(seq_len, self.head_dim, self.rope_theta, device)
         if self.scaling is not None:
             context.log_n = torch.arange(2, seq_len + 2, device=device, dtype=torch.float32).log()
             if self.slopes is not None and self.scaled_heads_only_nope:
                 context.scaled_heads = slope_tensor(self.slopes, device) == 0
-        if self.slopes is None and self.window is None and documents is None:
+        if self.slopes is None and window is None and documents is None:
             return context  # plain causal
         # FlexAttention has neither dropout nor entmax
         if device.type == "cuda" and not self.entmax and self.attention_p == 0:
             context.slopes = None if self.slopes is None else slope_tensor(self.slopes, device)
             if documents is None:
-                context.block_mask = causal_block_mask(self.window, seq_len, device)
+                context.block_mask = causal_block_mask(window, seq_len, device)
             else:
-                context.block_mask = document_block_mask(documents, self.window)
+                context.block_mask = document_block_mask(documents, window)
         else:
-            context.bias = attention_bias(self.slopes, self.window, seq_len, device)
+            context.bias = attention_bias(self.slopes, window, seq_len, device)
             if documents is not None:
                 other = documents[:, None, :, None] != documents[:, None, None, :]  # (B, 1, S, S)
                 context.bias = context.bias.masked_fill(other, -torch.inf)

@@ -305,3 +305,30 @@ def test_folders_that_cannot_be_read_in_parts(tmp_path):
     export_huggingface(build_model("mamba2", "debug", **SIZES), tmp_path / "mamba2")
     assert "cannot be read in parts; use scripts/import_hf.py" in faults(path[0], str(tmp_path / "mamba2"))[0]
     assert "could not go on from it" in faults(*path, "--checkpoint.last_save_in_hf")[0]
+
+
+def test_from_a_folder_through_training_to_a_folder(transformers, tmp_path, packed, script):
+    """transformers' SmolLM3 of 8 layers in, 20 steps with VPAD on two FSDP2 ranks, out again; and a NAPE model of ours:
+    the logits of transformers are those of the checkpoint to 1e-5."""
+    config = transformers.SmolLM3Config(
+        hidden_size=64, num_hidden_layers=8, vocab_size=256, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=96, use_sliding_window=False, rope_theta=50_000.0, pad_token_id=None,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.SmolLM3ForCausalLM(config).save_pretrained(tmp_path / "hf")
+    assert script("import_hf", "--input", str(tmp_path / "hf"), "--output", str(tmp_path / "imported")) == 0
+    train = ["--dropout.placement", "vpad", "--dropout.p", "0.1", "--training.steps", "20", "--checkpoint.enable",
+             "--checkpoint.interval", "20", "--metrics.log_freq", "5", "--optimizer.lr", "1e-3"]  # fmt: skip
+    smollm3 = ["--model.name", "smollm3", "--architecture.n_layers", "8",
+               "--checkpoint.initial_load_path", str(tmp_path / "imported/checkpoint/step-0")]  # fmt: skip
+    runs = run_cases(2, tmp_path, packed, {"smollm3": {"args": smollm3 + train}, "nape": {"args": train}})
+    tokens = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(0))
+    for name, records in runs.items():
+        assert records[-1]["step"] == 20 and records[-1]["loss"] != records[0]["loss"]
+        checkpoint, out = tmp_path / name / "checkpoint", tmp_path / f"{name}_hf"
+        export = ["export_hf", "--checkpoint", str(checkpoint), "--output", str(out), "--dtype", "float32", "--check"]
+        assert script(*export) == 0
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, trust_remote_code=True)
+        with torch.no_grad():
+            torch.testing.assert_close(theirs.eval()(tokens).logits, load_model(checkpoint)(tokens), rtol=0, atol=1e-5)

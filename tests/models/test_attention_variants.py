@@ -64,6 +64,16 @@ def test_logits_are_those_of_transformers(pattern, window):
         torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("position", ["rope", "nape"])
+def test_a_window_over_the_whole_sequence_is_none(position):
+    """Bit for bit; one key less is not."""
+    windows = [
+        build_model("nape_llama3", "debug", **TINY, position=position, sliding_window=window)(tokens(2, 17))
+        for window in (None, 17, 16)
+    ]
+    assert torch.equal(windows[0], windows[1]) and not torch.equal(windows[0], windows[2])
+
+
 def test_nope_layers_have_neither_positions_nor_a_window():
     """Their keys are a set: the last query's output does not change when earlier tokens are permuted."""
     attention = Attention(flavor_args("smollm3", "debug", **TINY, sliding_window=2), "nope").double()
