@@ -27,6 +27,7 @@ from .config.resume import data_identity, differences, previous_config, write_co
 from .data.loader import Batch, TrainingLoader, eos_id
 from .data.mixture import Mixture
 from .data.packed import DataError
+from .models.attention import engine
 from .models.positions import document_ids
 from .optimizers import build_optimizers
 from .plan import planned_flops
@@ -123,6 +124,8 @@ class Trainer(titan_train.Trainer):
         torch.distributed.barrier()  # all have read the old one
         if torch.distributed.get_rank() == 0:
             write_config(Path(job_config.job.dump_folder), self.config_now)
+        if set(self.model_args.layer_kinds) != {"mamba"}:
+            logger.info(f"Attention: {engine(self.model_args, self.device.type)}")
         if job_config.layer_dropout.p_max > 0:
             rates = job_config.layer_dropout.rates(job_config, self.model_args.n_layers, 0).tolist()
             logger.info("Layer dropout at the first step, by layer: " + " ".join(f"{rate:.3f}" for rate in rates))

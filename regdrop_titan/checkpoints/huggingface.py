@@ -201,6 +201,11 @@ def export_huggingface(
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder / f"{WEIGHTS[0]}.index.json", index)
+    write_configuration(args, form, folder, dtype)
+
+
+def write_configuration(args: DecoderArgs, form: Format, folder: Path, dtype: torch.dtype) -> None:
+    """What lies beside the weights: `config.json`, `generation_config.json`, and the modelling file if there is one."""
     if form.code is not None:
         shutil.copyfile(form.code, folder / form.code.name)
     config = form.config(args, dtype)

@@ -5,6 +5,8 @@ are missing or cut), deletes by step number whatever the order of saving and whe
 a whole checkpoint in place, and unpickles `.metadata` with the ordinary unpickler.
 """
 
+import dataclasses
+import shutil
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import AsyncMode
 from torchtitan.components.checkpoint import CheckpointManager as TitanCheckpointManager
@@ -21,7 +23,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.tools.logging import logger
 
 from ..files import free_name
-from .huggingface import format_of, read_config
+from .huggingface import export_format, format_of, read_config, write_configuration
 from .safety import (
     METADATA,
     CheckpointError,
@@ -51,9 +53,10 @@ class CheckpointManager(TitanCheckpointManager):
         lr_schedulers: LRSchedulersContainer,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            *args, checkpoint_config=checkpoint_config, optimizers=optimizers, lr_schedulers=lr_schedulers, **kwargs
-        )
+        # upstream's would take the place of the last checkpoint, and the run could not go on from it
+        config = dataclasses.replace(checkpoint_config, last_save_in_hf=False)
+        super().__init__(*args, checkpoint_config=config, optimizers=optimizers, lr_schedulers=lr_schedulers, **kwargs)
+        self.exports_at_end: bool = checkpoint_config.last_save_in_hf
         self.keep_every: int = checkpoint_config.keep_every
         self.optimizers, self.lr_schedulers = optimizers, lr_schedulers
 
@@ -162,6 +165,30 @@ class CheckpointManager(TitanCheckpointManager):
         super().save(curr_step, last_step)
         if last_step and self._should_save(curr_step, last_step):
             self._purge_stale_checkpoints()  # TorchTitan does so after every save but the last
+            if self.exports_at_end:
+                self._export(curr_step)
+
+    @torch.no_grad()
+    def _export(self, step: int) -> None:
+        """Write the model as a Hugging Face folder beside the checkpoints, each rank its shards, one of them the files
+        that `transformers` reads."""
+        args = self.states["model"].model[0].args
+        form = export_format(args)
+        beside = Path(self.folder).parent / f"hf-step-{step}"
+        choice = [free_name(beside, beside.name + ".{n}") if beside.exists() else beside]
+        dist.broadcast_object_list(choice, src=0)
+        (folder,) = choice
+        state = form.to_theirs(self.states["model"].state_dict(), args)
+        state = {name: value.to(self.export_dtype) for name, value in state.items()}
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True, enable_consolidation=True)
+        try:
+            dcp.save(state, storage_writer=writer)
+        except CheckpointException as error:
+            raise self._failed(error) from error
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / "sharded")
+            write_configuration(args, form, folder, self.export_dtype)
+            logger.info(f"The model is in {folder} too, for transformers")
 
     @torch.no_grad()
     def save_now(self, step: int) -> bool:

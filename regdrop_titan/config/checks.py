@@ -10,6 +10,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
+from ..checkpoints.huggingface import export_format
+from ..checkpoints.safety import CheckpointError
 from ..data.copying import VOCAB_SIZE, CopyingDataset
 from ..data.mixture import parse_mixture
 from ..data.packed import DataError
@@ -32,9 +34,22 @@ def validate(config: JobConfig, world_size: int | None = None) -> list[str]:
     faults += [_named(fault) for fault in model_faults]
     if not model_faults:
         faults += _parallel_faults(config, args, world_size)
+    if config.checkpoint.last_save_in_hf and not model_faults:
+        faults += _export_faults(args)
     if config.training.state_passing and "mamba" not in args.layer_kinds:
         faults.append(f"training.state_passing = true: needs Mamba2 layers, the model has {args.layers!r}")
     return faults + _copying_faults(config, args) + _unsupported(config) + _combination_faults(config)
+
+
+def _export_faults(args: DecoderArgs) -> list[str]:
+    key = "checkpoint.last_save_in_hf"
+    if "mamba" in args.layer_kinds:
+        return [f"{key}: Mamba2's tensors are put together for it; use scripts/export_hf.py on the last checkpoint"]
+    try:
+        export_format(args)
+    except CheckpointError as error:
+        return [f"{key}: {error}"]
+    return []
 
 
 def _named(fault: str) -> str:
@@ -241,8 +256,6 @@ def _unsupported(config: JobConfig) -> list[str]:
          "checkpoint.initial_load_in_hf", "needs checkpoint.initial_load_path, the folder"),
         (config.checkpoint.initial_load_in_hf_quantized, "checkpoint.initial_load_in_hf_quantized",
          "quantized weights are not supported"),
-        (config.checkpoint.last_save_in_hf, "checkpoint.last_save_in_hf",
-         "the run could not go on from it; use scripts/export_hf.py on the last checkpoint"),
         (config.checkpoint.create_seed_checkpoint, "checkpoint.create_seed_checkpoint",
          "not needed: the initial weights of a seed are the same for every layout"),
         (config.fault_tolerance.enable, "fault_tolerance.enable", "TorchFT is not supported"),

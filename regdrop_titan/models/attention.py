@@ -188,6 +188,25 @@ class QueryScaling(nn.Module):
             return delta + beta * log_n**gamma
 
 
+def uses_flex_attention(entmax: bool, attention_p: float, device_type: str) -> bool:
+    """Whether layers with slopes, a window or documents do: on a GPU, but it has neither dropout nor entmax."""
+    return device_type == "cuda" and not entmax and attention_p == 0
+
+
+def engine(args: DecoderArgs, device_type: str) -> str:
+    """What computes attention, in words."""
+    entmax = args.attention == "entmax15"
+    if entmax:
+        return "1.5-entmax by sorting, which holds all scores"
+    biased = args.position in ("alibi", "nape") or args.sliding_window is not None or args.document_mask
+    if not biased:
+        return "SDPA, plain causal"
+    if uses_flex_attention(entmax, args.attention_p, device_type):
+        return "FlexAttention"
+    why = " (FlexAttention has no dropout)" if device_type == "cuda" else ""
+    return f"SDPA with a bias of (heads, S, S){why}"
+
+
 class Attention(nn.Module):
     """Multi-head attention. (B, S, d) -> (B, S, d). A layer of `kind` "nope" has neither positions nor a window."""
 
@@ -232,8 +251,7 @@ class Attention(nn.Module):
                 context.scaled_heads = slope_tensor(self.slopes, device) == 0
         if self.slopes is None and window is None and documents is None:
             return context  # plain causal
-        # FlexAttention has neither dropout nor entmax
-        if device.type == "cuda" and not self.entmax and self.attention_p == 0:
+        if uses_flex_attention(self.entmax, self.attention_p, device.type):
             context.slopes = None if self.slopes is None else slope_tensor(self.slopes, device)
             if documents is None:
                 context.block_mask = causal_block_mask(window, seq_len, device)

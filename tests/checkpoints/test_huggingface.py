@@ -304,7 +304,10 @@ def test_folders_that_cannot_be_read_in_parts(tmp_path):
     assert "has no weights" in faults(*path)[0]
     export_huggingface(build_model("mamba2", "debug", **SIZES), tmp_path / "mamba2")
     assert "cannot be read in parts; use scripts/import_hf.py" in faults(path[0], str(tmp_path / "mamba2"))[0]
-    assert "could not go on from it" in faults(*path, "--checkpoint.last_save_in_hf")[0]
+    export_huggingface(build_model("smollm3", "debug", **ATTENTION), tmp_path / "again")
+    path[1] = str(tmp_path / "again")
+    (fault,) = faults(*path, "--checkpoint.last_save_in_hf", "--architecture.attention", "entmax15")
+    assert fault.startswith("checkpoint.last_save_in_hf: the format has no place for attention = 'entmax15'")
 
 
 def test_from_a_folder_through_training_to_a_folder(transformers, tmp_path, packed, script):
@@ -318,8 +321,9 @@ def test_from_a_folder_through_training_to_a_folder(transformers, tmp_path, pack
     torch.manual_seed(0)
     transformers.SmolLM3ForCausalLM(config).save_pretrained(tmp_path / "hf")
     assert script("import_hf", "--input", str(tmp_path / "hf"), "--output", str(tmp_path / "imported")) == 0
-    train = ["--dropout.placement", "vpad", "--dropout.p", "0.1", "--training.steps", "20", "--checkpoint.enable",
-             "--checkpoint.interval", "20", "--metrics.log_freq", "5", "--optimizer.lr", "1e-3"]  # fmt: skip
+    train = ["--dropout.placement", "vpad", "--dropout.p", "0.1", "--training.steps", "20", "--optimizer.lr", "1e-3",
+             "--metrics.log_freq", "5", "--checkpoint.enable", "--checkpoint.interval", "20",
+             "--checkpoint.last_save_in_hf"]  # fmt: skip
     smollm3 = ["--model.name", "smollm3", "--architecture.n_layers", "8",
                "--checkpoint.initial_load_path", str(tmp_path / "imported/checkpoint/step-0")]  # fmt: skip
     runs = run_cases(2, tmp_path, packed, {"smollm3": {"args": smollm3 + train}, "nape": {"args": train}})
@@ -332,3 +336,10 @@ def test_from_a_folder_through_training_to_a_folder(transformers, tmp_path, pack
         theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, trust_remote_code=True)
         with torch.no_grad():
             torch.testing.assert_close(theirs.eval()(tokens).logits, load_model(checkpoint)(tokens), rtol=0, atol=1e-5)
+        # what the run itself left, written by its ranks together, beside a checkpoint to go on from
+        at_end = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / name / "hf-step-20", dtype=torch.float32, trust_remote_code=True
+        )
+        for key, tensor in theirs.state_dict().items():
+            assert torch.equal(tensor, at_end.state_dict()[key]), key
+        assert not (tmp_path / name / "hf-step-20/sharded").exists()

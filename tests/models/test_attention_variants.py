@@ -8,7 +8,13 @@ import torch.nn.functional as F
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
 from regdrop_titan.models import Decoder, build_model, flavor_args
-from regdrop_titan.models.attention import Attention, AttentionContext, entmax15_attention, sdpa_attention
+from regdrop_titan.models.attention import (
+    Attention,
+    AttentionContext,
+    engine,
+    entmax15_attention,
+    sdpa_attention,
+)
 from regdrop_titan.models.positions import attention_bias
 
 TINY = {"dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 64, "vocab_size": 50}
@@ -222,3 +228,16 @@ def test_attention_dropout_is_off_in_evaluation(attention):
     ids = tokens(2, 12)
     assert not torch.equal(model(ids), dense(ids))
     assert torch.equal(model.eval()(ids), dense.eval()(ids))
+
+
+def test_the_engine_is_told():
+    """What FlexAttention cannot do, it is not used for; the run's log says which engine it has."""
+
+    def of(device_type, **overrides):
+        return engine(flavor_args("nape_llama3", "debug", **overrides), device_type)
+
+    assert of("cuda") == "FlexAttention" and of("cpu") == "SDPA with a bias of (heads, S, S)"
+    assert of("cuda", attention_p=0.1) == "SDPA with a bias of (heads, S, S) (FlexAttention has no dropout)"
+    assert of("cuda", attention="entmax15") == "1.5-entmax by sorting, which holds all scores"
+    assert of("cuda", position="rope", attention_p=0.1) == "SDPA, plain causal"
+    assert of("cuda", position="rope", sliding_window=8) == "FlexAttention"
