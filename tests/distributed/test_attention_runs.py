@@ -16,9 +16,12 @@ KINDS = {
 }
 LAYOUTS = {
     "smollm3_fsdp": [], "smollm3_ddp": DDP, "smollm3_tp": TP, "smollm3_compile": ["--compile.enable"],
-    "smollm3_ac": ["--activation_checkpoint.mode", "full"],
-    "entmax_fsdp": [], "entmax_compile": ["--compile.enable"],
-    "entmax_tp": TP, "entmax_pp": PP, "ssmax_fsdp": [], "ssmax_tp": TP, "ssmax_pp": PP,
+    "entmax_fsdp": [], "entmax_tp": TP, "entmax_pp": PP, "ssmax_tp": TP,
+}  # fmt: skip
+# combinations of the above
+FURTHER = {
+    "smollm3_ac": ["--activation_checkpoint.mode", "full"], "entmax_compile": ["--compile.enable"],
+    "ssmax_fsdp": [], "ssmax_pp": PP,
 }  # fmt: skip
 DROPPED = ["--dropout.attention_p", "0.2"]
 RESUMED = {"dropped_fsdp": DROPPED, "dropped_entmax_tp": DROPPED + KINDS["entmax"] + TP}
@@ -47,7 +50,18 @@ def runs(folder, packed):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_trains_as_one_process(runs, name):
-    for record, one in zip(runs[name], runs[name.split("_")[0]], strict=True):
+    compare(runs[name], runs[name.split("_")[0]])
+
+
+@pytest.mark.slow
+def test_further_layouts(runs, folder, packed):
+    cases = {name: {"args": KINDS[name.split("_")[0]] + args, "same_masks": True} for name, args in FURTHER.items()}
+    for name, records in run_cases(2, folder / "further", packed, cases).items():
+        compare(records, runs[name.split("_")[0]])
+
+
+def compare(records, expected):
+    for record, one in zip(records, expected, strict=True):
         rel = 1e-5 if record["step"] == 1 else 1e-4
         assert record["loss"] == pytest.approx(one["loss"], rel=rel)
         assert record["grad_norm"] == pytest.approx(one["grad_norm"], rel=rel)

@@ -25,21 +25,17 @@ LAYOUTS = {
         "ild_ac_full": [*ILD, "--activation_checkpoint.mode", "full"],
         "ild_ac_op": ILD + OP_AC,
         "ild_compile": [*ILD, "--compile.enable"],
-        "ild_compile_ac": [*ILD, "--compile.enable", *OP_AC],
         "ild_masked": [*ILD, "--layer_dropout.no-skip_compute"],
         "sublayer_fsdp": SUBLAYER,
         "sublayer_tp": SUBLAYER + TP,
         "sublayer_pp": SUBLAYER + PP,
-        "documents_fsdp": DOCUMENTS,
         "documents_pp": DOCUMENTS + PP,
         "batch_fsdp": [*ILD, "--layer_dropout.granularity", "batch"],
     },
     4: {
-        "ild_hsdp": [*ILD, P + "data_parallel_replicate_degree", "2"],
         "ild_fsdp_tp": ILD + TP,
         "ild_pp_fsdp": ILD + PP,
         "ild_interleaved": [*ILD, *PP, P + "pipeline_parallel_schedule", "Interleaved1F1B"],
-        "ild_compile_fsdp_tp": [*ILD, *TP, "--compile.enable"],
     },
 }
 REFERENCES = {"ild": ILD, "sublayer": SUBLAYER, "documents": DOCUMENTS, "batch": LAYOUTS[2]["batch_fsdp"]}
@@ -53,6 +49,14 @@ SAVINGS = {
                 "--layer_dropout.schedule", "constant"],
 }  # fmt: skip
 CASES = [(n, name) for n, layouts in LAYOUTS.items() for name in layouts]
+# combinations of the above
+FURTHER = {
+    2: {"ild_compile_ac": [*ILD, "--compile.enable", *OP_AC], "documents_fsdp": DOCUMENTS},
+    4: {
+        "ild_hsdp": [*ILD, P + "data_parallel_replicate_degree", "2"],
+        "ild_compile_fsdp_tp": [*ILD, *TP, "--compile.enable"],
+    },
+}
 RESUMED = {
     "ild": ILD,
     "balanced_vpad": [
@@ -96,9 +100,20 @@ def runs(folder, packed, reference):
 @pytest.mark.parametrize(("n", "name"), CASES)
 def test_every_layout_trains_as_one_process(runs, reference, n, name):
     """ILD at 0.9 and 2 sequences a micro-batch: ranks that keep nothing of a layer beside ranks that do."""
-    expected = reference[name.split("_")[0]]
-    assert [record["step"] for record in runs[n, name]] == [1, 2, 3]
-    for record, one in zip(runs[n, name], expected, strict=True):
+    compare(name, runs[n, name], reference[name.split("_")[0]])
+
+
+@pytest.mark.slow
+def test_further_layouts(folder, packed, reference):
+    for n, layouts in FURTHER.items():
+        cases = {name: {"args": args} for name, args in layouts.items()}
+        for name, records in run_cases(n, folder / f"further_{n}", packed, cases).items():
+            compare(name, records, reference[name.split("_")[0]])
+
+
+def compare(name, records, expected):
+    assert [record["step"] for record in records] == [1, 2, 3]
+    for record, one in zip(records, expected, strict=True):
         assert record["loss"] == pytest.approx(one["loss"], rel=1e-5 if record["step"] == 1 else 1e-4)
         assert record["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
         assert record["kept_fraction"] == one["kept_fraction"] < 1

@@ -30,13 +30,10 @@ LAYOUTS = {
         "pp": PP + SAVE,
         "ac_full": ["--activation_checkpoint.mode", "full"],
         "ac_op": ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op"],
-        "ac_layer": ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "2"],
         "compile": ["--compile.enable"],
         "compile_tp": ["--compile.enable", *TP],
-        "compile_ac": ["--compile.enable", "--activation_checkpoint.mode", "full"],
         "rope_window": OPTIONS["rope_window"] + TP,
         "documents": OPTIONS["documents"] + PP,
-        "documents_fsdp": OPTIONS["documents"],
         "tied": OPTIONS["tied"],
         "tied_tp": OPTIONS["tied"] + TP,
     },
@@ -45,11 +42,21 @@ LAYOUTS = {
         "fsdp_tp": TP + SAVE,
         "pp_fsdp": PP + SAVE,
         "pp_tp": PP + TP,
+    },
+}
+CASES = [(n, name) for n, layouts in LAYOUTS.items() for name in layouts]
+# combinations of the above
+FURTHER = {
+    2: {
+        "ac_layer": ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "2"],
+        "compile_ac": ["--compile.enable", "--activation_checkpoint.mode", "full"],
+        "documents_fsdp": OPTIONS["documents"],
+    },
+    4: {
         "interleaved": [*PP, P + "pipeline_parallel_schedule", "Interleaved1F1B"],
         "compile_fsdp_tp": ["--compile.enable", *TP],
     },
 }
-CASES = [(n, name) for n, layouts in LAYOUTS.items() for name in layouts]
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +86,23 @@ def reference_of(name: str) -> str:
 
 @pytest.mark.parametrize(("n", "name"), CASES)
 def test_losses_and_gradient_norms_equal_one_process(runs, reference, n, name):
-    expected = reference[reference_of(name)]
-    assert [record["step"] for record in runs[n, name]] == [1, 2, 3]
-    for record, one in zip(runs[n, name], expected, strict=True):
+    compare(runs[n, name], reference[reference_of(name)])
+
+
+def compare(records, expected):
+    assert [record["step"] for record in records] == [1, 2, 3]
+    for record, one in zip(records, expected, strict=True):
         assert record["loss"] == pytest.approx(one["loss"], rel=1e-4)
         assert record["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
         assert record["tokens"] == one["tokens"] == record["step"] * 8 * 32
+
+
+@pytest.mark.slow
+def test_further_layouts(folder, packed, reference):
+    for n, layouts in FURTHER.items():
+        cases = {name: {"args": args + VALIDATE, "check_init": True} for name, args in layouts.items()}
+        for name, records in run_cases(n, folder / f"further_{n}", packed, cases).items():
+            compare(records, reference[reference_of(name)])
 
 
 def test_options_differ_from_the_reference(reference):

@@ -21,8 +21,9 @@ KINDS = {"mamba": MAMBA, "hybrid": HYBRID, "documents": [*MAMBA, "--architecture
 LAYOUTS = {
     "mamba_fsdp": [], "mamba_ddp": DDP, "mamba_tp": TP, "mamba_pp": PP,
     "mamba_ac": ["--activation_checkpoint.mode", "full"], "mamba_compile": ["--compile.enable"],
-    "hybrid_fsdp": [], "hybrid_tp": TP, "hybrid_pp": PP, "documents_tp": TP, "tied_tp": TP, "sublayer_tp": TP,
+    "hybrid_tp": TP, "hybrid_pp": PP, "documents_tp": TP, "tied_tp": TP,
 }  # fmt: skip
+FURTHER = {"hybrid_fsdp": [], "sublayer_tp": TP}  # combinations of the above
 FOUR = {"mamba_fsdp_tp": TP, "mamba_pp_fsdp": PP}
 PASSING = [*HYBRID, "--layer_dropout.p_max", "0.0", "--training.state_passing"]
 # local batches of 2 on one data-parallel rank: the same rows follow each other in all of them
@@ -62,9 +63,19 @@ def runs(folder, packed):
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *FOUR])
 def test_every_layout_trains_as_one_process(runs, reference, name):
-    expected = reference[name.split("_")[0]]
-    assert [record["step"] for record in runs[name]] == [1, 2, 3]
-    for record, one in zip(runs[name], expected, strict=True):
+    compare(runs[name], reference[name.split("_")[0]])
+
+
+@pytest.mark.slow
+def test_further_layouts(folder, packed, reference):
+    cases = {name: {"args": kind(name) + args, "same_masks": True} for name, args in FURTHER.items()}
+    for name, records in run_cases(2, folder / "further", packed, cases).items():
+        compare(records, reference[name.split("_")[0]])
+
+
+def compare(records, expected):
+    assert [record["step"] for record in records] == [1, 2, 3]
+    for record, one in zip(records, expected, strict=True):
         first = record["step"] == 1
         assert record["loss"] == pytest.approx(one["loss"], rel=1e-5 if first else 1e-4)
         assert record["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5 if first else 1e-4)
