@@ -31,7 +31,6 @@ from .models.attention import engine
 from .models.positions import document_ids
 from .optimizers import build_optimizers
 from .plan import planned_flops
-from .regularization import keep_mask
 from .seeds import derive_seed
 from .signals import StopSignals
 from .startup import check_ranks_agree, versions
@@ -213,16 +212,8 @@ class Trainer(titan_train.Trainer):
         if config.p_max == 0:
             return
         rates = config.rates(self.job_config, self.model_args.n_layers, self.step - 1)
-        self.keep = keep_mask(
-            rates[:, None].expand(-1, 2) if config.unit == "sublayer" else rates,
-            self.sequences,
-            seed=training.seed,
-            step=self.step - 1,
-            granularity=config.granularity,
-            sampling=config.sampling,
-            group=training.local_batch_size,
-        )
-        self.scale = (1 / (1 - rates)).tolist() if config.scale == "inverse_density" else None
+        self.keep = config.keep(rates, self.sequences, training.seed, self.step - 1, training.local_batch_size)
+        self.scale = config.train_scale(rates)
         if not self.masks_agreed:
             self.check_masks_agree()
             self.masks_agreed = True

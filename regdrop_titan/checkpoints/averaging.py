@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -35,7 +34,7 @@ from .. import state_passing
 from ..config.resume import CONFIG_FILE, flat
 from ..files import whole_folder, write_json
 from ..models import Decoder
-from .huggingface import WEIGHTS, export_format, export_huggingface, read_config
+from .huggingface import WEIGHTS, export_format, export_huggingface, open_safetensors, read_config
 from .loading import model_args_of, run_config
 from .safety import CheckpointError, check_complete, load_state, steps_in, survey
 
@@ -125,7 +124,7 @@ class Source:
         """These tensors, one after another, each the reader's to change. Raises CheckpointError."""
         if self.files is not None:
             for name in names:
-                with _safetensors(self.folder / self.files[name]) as file:
+                with open_safetensors(self.folder / self.files[name]) as file:
                     yield name, file.get_tensor(name).clone()  # what it gives is a view of the file
             return
         left = iter(names)
@@ -134,15 +133,6 @@ class Source:
             load_state(state, self.folder, no_dist=True)
             for name in part:
                 yield name, state.pop(name)
-
-
-def _safetensors(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: missing") from None
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: unreadable: {error}") from None
 
 
 def _is_huggingface(folder: Path) -> bool:
@@ -186,7 +176,7 @@ def _open_huggingface(folder: Path) -> Source:
     tensors, files, faults = {}, {}, []
     for part in parts:
         try:
-            with _safetensors(folder / part) as file:
+            with open_safetensors(folder / part) as file:
                 for name in file.keys():  # noqa: SIM118  it is no dict
                     tensor = file.get_tensor(name)  # a view: nothing is read
                     tensors[name], files[name] = (tuple(tensor.shape), tensor.dtype), part

@@ -76,22 +76,27 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return {key: tensor for file in weight_files(folder) for key, tensor in _read_file(file).items()}
 
 
+def open_safetensors(file: Path) -> Any:
+    """A file of tensors, whose header alone is read. Raises CheckpointError."""
+    try:
+        return safe_open(file, framework="pt")
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: missing") from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: unreadable: {error}") from None
+
+
 def read_headers(folder: Path) -> dict[str, Tensor]:
     """The tensors of a folder of safetensors without their values, on the meta device. Raises CheckpointError."""
     found = {}
     for file in weight_files(folder):
         if file.suffix != ".safetensors":
             raise CheckpointError(f"{file}: only safetensors can be read in parts; use scripts/import_hf.py")
-        try:
-            with safe_open(file, "pt") as part:
-                for name in part.keys():  # noqa: SIM118, it is no dict
-                    header = part.get_slice(name)
-                    dtype = DTYPES.get(header.get_dtype(), torch.uint8)
-                    found[name] = torch.empty(header.get_shape(), dtype=dtype, device="meta")
-        except FileNotFoundError:
-            raise CheckpointError(f"{file}: missing") from None
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: unreadable: {error}") from None
+        with open_safetensors(file) as part:
+            for name in part.keys():  # noqa: SIM118, it is no dict
+                header = part.get_slice(name)
+                dtype = DTYPES.get(header.get_dtype(), torch.uint8)
+                found[name] = torch.empty(header.get_shape(), dtype=dtype, device="meta")
     return found
 
 

@@ -56,11 +56,9 @@ def _named(fault: str) -> str:
     """A fault of the model's arguments under the key that sets it."""
     if fault.startswith(("base_dim", "base_layers")):
         return f"parametrization.{fault}"
-    return (
-        f"parametrization.{fault.replace('init_std', 'sigma')}"
-        if fault.startswith("init_std")
-        else f"architecture.{fault}"
-    )
+    if fault.startswith("init_std"):
+        return f"parametrization.{fault.replace('init_std', 'sigma')}"
+    return f"architecture.{fault}"
 
 
 def _copying_faults(config: JobConfig, args: DecoderArgs) -> list[str]:

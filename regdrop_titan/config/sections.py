@@ -7,7 +7,7 @@ import torchtitan.config as titan
 from torch import Tensor
 
 from ..models.args import DecoderArgs, flavor_args
-from ..regularization.layer_dropout import layer_rates, time_factor
+from ..regularization.layer_dropout import keep_mask, layer_rates, time_factor
 
 # TorchTitan inspects these classes' annotations: no `from __future__ import annotations` here.
 
@@ -183,6 +183,18 @@ class LayerDropout:
     def rates(self, config, n_layers: int, t: int) -> Tensor:
         """The drop rate of every layer at 0-based step `t`: (L,) fp64."""
         return layer_rates(self.distribution, self.schedule, self.p_max, n_layers, t, self.steps(config))
+
+    def keep(self, rates: Tensor, sequences: int, seed: int, t: int, group: int) -> Tensor:
+        """The keep mask of a global batch at 0-based step `t`: (sequences, L) bool, or (sequences, L, 2) by sublayer;
+        `group` sequences are a micro-batch of a rank."""
+        return keep_mask(
+            rates[:, None].expand(-1, 2) if self.unit == "sublayer" else rates, sequences,
+            seed=seed, step=t, granularity=self.granularity, sampling=self.sampling, group=group,
+        )  # fmt: skip
+
+    def train_scale(self, rates: Tensor) -> list[float] | None:
+        """r_train of each layer; None: 1."""
+        return (1 / (1 - rates)).tolist() if self.scale == "inverse_density" else None
 
 
 @dataclass

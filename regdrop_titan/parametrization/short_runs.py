@@ -13,7 +13,6 @@ from ..config import ConfigError, JobConfig, model_args
 from ..data.loader import Batch, build_dataloader, eos_id
 from ..models import Decoder
 from ..optimizers import set_groups
-from ..regularization import keep_mask
 from ..seeds import derive_seed
 
 
@@ -78,11 +77,7 @@ def train_briefly(model: Decoder, config: JobConfig, batches: list[Batch], *, co
         keep = scale = None
         if skips.p_max > 0:
             rates = skips.rates(config, model.args.n_layers, step)
-            keep = keep_mask(
-                rates[:, None].expand(-1, 2) if skips.unit == "sublayer" else rates, B,
-                seed=seed, step=step, granularity=skips.granularity, sampling=skips.sampling, group=B,
-            )  # fmt: skip
-            scale = (1 / (1 - rates)).tolist() if skips.scale == "inverse_density" else None
+            keep, scale = skips.keep(rates, B, seed, step, B), skips.train_scale(rates)
         torch.manual_seed(derive_seed("dropout", seed, step))
         logits = model(inputs["input"].to(device), keep=keep, scale=scale)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.to(device).flatten())

@@ -119,7 +119,7 @@ def run(rank: int, cases: list[dict]) -> int:
         if case.get("batches"):
             log_batches(trainer, case["batches"])
         if case.get("other_masks") and os.environ["RANK"] == "1":
-            sys.modules["regdrop_titan.trainer"].keep_mask = lambda *a, **k: ~layer_dropout.keep_mask(*a, **k)
+            sys.modules["regdrop_titan.config.sections"].keep_mask = lambda *a, **k: ~layer_dropout.keep_mask(*a, **k)
         if case.get("unrehearsed"):
             trainer.rehearse = lambda: None
         if case.get("nonfinite"):

@@ -44,6 +44,14 @@ class Format:
     code: Path | None = None
 
 
+def ids_and_dtype(args: DecoderArgs, dtype: torch.dtype) -> dict[str, Any]:
+    """What every configuration ends with. We have one special token, which ends a document."""
+    return {
+        "bos_token_id": args.eos_id, "eos_token_id": args.eos_id, "pad_token_id": args.eos_id,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }  # fmt: skip
+
+
 def fault_of_factors(args: DecoderArgs) -> str | None:
     """The factors of a model that formats of transformers' own classes have no place for."""
     if (args.width_multiplier, args.depth_multiplier) != (1, 1):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ...models import DecoderArgs, flavor_args
-from .base import Format, Tensors, check_args, fault_of_factors, refuse
+from .base import Format, Tensors, check_args, fault_of_factors, ids_and_dtype, refuse
 
 OF_MODEL = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 OF_LAYER = {
@@ -123,8 +123,7 @@ def _common(args: DecoderArgs, dtype: torch.dtype) -> dict[str, Any]:
         "rms_norm_eps": args.norm_eps, "tie_word_embeddings": args.tied_embeddings, "attention_bias": args.bias,
         "mlp_bias": args.bias, "attention_dropout": 0.0, "rope_theta": args.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": args.rope_theta},
-        "bos_token_id": args.eos_id, "eos_token_id": args.eos_id, "pad_token_id": args.eos_id,
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        **ids_and_dtype(args, dtype),
     }  # fmt: skip
 
 
@@ -161,10 +160,6 @@ def _fault_llama(args: DecoderArgs) -> str | None:
     return _fault_of_both(args) or ", ".join(name for name, has in only_smollm3.items() if has) or None
 
 
-def _fault_smollm3(args: DecoderArgs) -> str | None:
-    return _fault_of_both(args)
-
-
 SHARED: dict[str, Any] = {
     "to_theirs": _to_theirs, "to_ours": _to_ours, "embedding": "model.embed_tokens.weight", "renames": True,
 }  # fmt: skip
@@ -180,7 +175,7 @@ SMOLLM3 = Format(
     family="smollm3",
     reads=lambda config: config.get("model_type") == "smollm3",
     args=_args_smollm3,
-    fault=_fault_smollm3,
+    fault=_fault_of_both,
     config=_config_smollm3,
     **SHARED,
 )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...models import DecoderArgs, flavor_args
-from .base import Format, Tensors, check_args, fault_of_factors, refuse
+from .base import Format, Tensors, check_args, fault_of_factors, ids_and_dtype, refuse
 
 
 def _args(config: dict[str, Any], where: Path) -> DecoderArgs:
@@ -106,8 +106,7 @@ def _config(args: DecoderArgs, dtype: torch.dtype) -> dict[str, Any]:
         "head_dim": args.ssm_head_dim, "state_size": args.state_size, "n_groups": args.n_groups, "expand": args.expand,
         "conv_kernel": args.conv_width, "chunk_size": args.chunk_size, "layer_norm_epsilon": args.norm_eps,
         "hidden_act": "silu", "use_bias": False, "use_conv_bias": True, "rms_norm": True, "norm_before_gate": False,
-        "residual_in_fp32": True, "tie_word_embeddings": args.tied_embeddings, "bos_token_id": args.eos_id,
-        "eos_token_id": args.eos_id, "pad_token_id": args.eos_id, "torch_dtype": str(dtype).removeprefix("torch."),
+        "residual_in_fp32": True, "tie_word_embeddings": args.tied_embeddings, **ids_and_dtype(args, dtype),
     }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from ...models import Decoder, DecoderArgs
 from ...models.positions import head_slopes
 from ..safety import CheckpointError
-from .base import Format, Tensors, check_args
+from .base import Format, Tensors, check_args, ids_and_dtype
 from .llama import OF_LAYER, their_name
 
 ARGUMENTS = "regdrop_arguments"  # not `decoder`, which is a configuration to transformers
@@ -74,8 +74,7 @@ def _config(args: DecoderArgs, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "architectures": ["RegDropForCausalLM"], "model_type": "regdrop",
         "auto_map": {auto: f"{MODELING.stem}.{name}" for auto, name in classes.items()},
-        **_numbers(args), "bos_token_id": args.eos_id, "eos_token_id": args.eos_id, "pad_token_id": args.eos_id,
-        "torch_dtype": str(dtype).removeprefix("torch."), ARGUMENTS: saved,
+        **_numbers(args), **ids_and_dtype(args, dtype), ARGUMENTS: saved,
     }  # fmt: skip
 
 
