@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from .args import DecoderArgs
+from .cache import Cache, Place
 from .positions import (
     apply_rotary,
     attention_bias,
+    cached_bias,
     causal_block_mask,
     document_block_mask,
     head_slopes,
+    rotary_at,
     rotary_table,
     select_block_mask,
     slope_tensor,
@@ -38,15 +41,18 @@ class AttentionContext:
     a module's arguments to bf16, and the bias must stay fp32.
     """
 
-    rotary: tuple[Tensor, Tensor] | None = None  # cos, signed sin: (S, head_dim) fp32
-    bias: Tensor | None = None  # (1 or B, 1 or H, S, S) fp32, -inf where hidden; None: plain causal (CPU)
+    rotary: tuple[Tensor, Tensor] | None = None  # cos, signed sin: (S, head_dim) fp32, with a cache ([B,] S, head_dim)
+    bias: Tensor | None = None  # (1 or B, 1 or H, S, S or K) fp32, -inf where hidden; None: plain causal (CPU)
     slopes: Tensor | None = None  # (H,) fp32 (CUDA)
     block_mask: BlockMask | None = None  # None: plain causal (CUDA)
     window: int | None = None
     documents: Tensor | None = None  # (B, S) where bias and block mask differ by sequence
-    log_n: Tensor | None = None  # (S,) fp32, ln(i + 2), of layers that scale their queries
+    log_n: Tensor | None = None  # ([B,] S) fp32, ln(i + 2), of layers that scale their queries
     scaled_heads: Tensor | None = None  # (H,) bool; None: all
     parameters: tuple[Tensor, ...] = ()  # none that the block does not hold itself
+    cache: Cache | None = None  # its keys and values come before those of the input
+    place: Place | None = None  # in the cache
+    layer: str = ""  # this layer's name in the cache
 
     def of_rows(self, rows: Tensor | None) -> "AttentionContext":
         """The context of some sequences of the batch: indices (n,), None for all of them."""
@@ -176,10 +182,11 @@ class QueryScaling(nn.Module):
         self.identity = args.scaling_init == "identity"
 
     def forward(self, x: Tensor, log_n: Tensor) -> Tensor:
-        log_n = log_n[:, None]  # (S, 1)
+        log_n = log_n[..., None]  # ([B,] S, 1)
         if not self.adaptive:
             s = local(self.s)
-            return (s.to(torch.promote_types(s.dtype, torch.float32)) * log_n).unsqueeze(0)
+            factor = s.to(torch.promote_types(s.dtype, torch.float32)) * log_n
+            return factor if factor.dim() == 3 else factor.unsqueeze(0)
         beta, gamma = self.beta(x), self.gamma(x)  # (B, S, H)
         with torch.autocast(beta.device.type, enabled=False):
             wide = torch.promote_types(beta.dtype, torch.float32)
@@ -264,6 +271,23 @@ class Attention(nn.Module):
                 context.bias = context.bias.masked_fill(other, -torch.inf)
         return context
 
+    def cached_context(self, cache: Cache) -> AttentionContext:
+        """The context for the forward that `cache` has begun. Always with a bias, on SDPA."""
+        place, reading = cache.place(self.window), cache.reading
+        assert reading is not None
+        context = AttentionContext(cache=cache, place=place)
+        if self.position == "rope":
+            context.rotary = rotary_at(reading.positions, self.head_dim, self.rope_theta)
+        if self.scaling is not None:
+            context.log_n = (reading.positions + 2).float().log()
+            if self.slopes is not None and self.scaled_heads_only_nope:
+                context.scaled_heads = slope_tensor(self.slopes, reading.positions.device) == 0
+        same = None
+        if reading.documents is not None:
+            same = reading.documents[:, :, None] == place.documents[:, None, :]
+        context.bias = cached_bias(self.slopes, self.window, reading.positions, place.positions, same)
+        return context
+
     def forward(self, *inputs: Tensor, context: AttentionContext) -> Tensor:
         """One input (B, S, d) for all three projections, or one each for q, k, v (`mask = "per_linear"`)."""
         q_input, k_input, v_input = inputs if len(inputs) == 3 else inputs * 3
@@ -279,6 +303,8 @@ class Attention(nn.Module):
                 factor = torch.where(context.scaled_heads, factor, 1.0)
             q = (q * factor[..., None]).to(q.dtype)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, head_dim)
+        if context.cache is not None and context.place is not None:
+            k, v = context.cache.store(context.layer, self.window, context.place, k, v)
         dropout_p = self.attention_p if self.training else 0.0
         if self.entmax:
             out = entmax15_attention(q, k, v, context, self.scale, dropout_p)

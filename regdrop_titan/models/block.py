@@ -3,6 +3,7 @@
 Layer dropout acts on the block (or on each sublayer) from outside: it chooses the rows that go in.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -12,6 +13,7 @@ from ..regularization import inverted_dropout, vpad
 from ..regularization.layer_dropout import Kept, scaled, skip
 from .args import DecoderArgs
 from .attention import Attention, AttentionContext
+from .cache import Cache
 from .feed_forward import FeedForward
 from .mamba2 import Mamba2, MambaContext, Passed
 from .norm import build_norm
@@ -93,9 +95,15 @@ class Block(nn.Module):
         """What all layers of this kind read beside their input."""
         return self.mixer.inner.context(seq_len, device, documents)
 
+    def cached_context(self, cache: Cache) -> Context:
+        """The same for the forward that `cache` has begun."""
+        return self.mixer.inner.cached_context(cache)
+
     def own_context(self, shared: Context, layer: str, passed: Passed | None = None) -> Context:
         """`shared`, with what this layer, called `layer`, reads outside of its block."""
-        return self.mamba.inner.own_context(shared, layer, passed) if isinstance(shared, MambaContext) else shared
+        if isinstance(shared, MambaContext):
+            return self.mamba.inner.own_context(shared, layer, passed)
+        return shared if shared.cache is None else dataclasses.replace(shared, layer=layer)
 
     def forward(self, x: Tensor, context: Context, kept: tuple[Kept, ...] = ()) -> Tensor:
         """`kept`: nothing (dense), one for the whole block, or one each for attention and feed-forward (of which a

@@ -9,6 +9,7 @@ from torchtitan.protocols.model import ModelProtocol
 from ..regularization.layer_dropout import Kept, kept_rows
 from .args import DecoderArgs
 from .block import Block, Context
+from .cache import Cache
 from .initialization import initialize
 from .mamba2 import Passed
 from .norm import build_norm
@@ -81,6 +82,9 @@ class Decoder(ModelProtocol):
         scale: Sequence[float] | None = None,
         layers: Sequence[int] | None = None,
         passed: Passed | None = None,
+        cache: Cache | None = None,
+        counts: Sequence[int] | None = None,
+        at: Tensor | None = None,
     ) -> Tensor:
         """Logits of every position.
 
@@ -93,12 +97,18 @@ class Decoder(ModelProtocol):
             scale: L Python floats, the factor r of each layer's update. None: 1, in evaluation `args.eval_scale`.
             layers: only these layers, in this order: `range(n)` exits early. None: all.
             passed: the states that Mamba2 layers start from, and where they leave theirs. None: zeros.
+            cache: of the tokens before these; takes these up. Of whole models in evaluation.
+            counts: with a cache, how many of each row's tokens are real, the others being padding on its right; what is
+                returned for those means nothing. None: all.
+            at: (B, n) int64, the positions in `tokens` whose logits are wanted. None: all.
 
         Returns:
-            (B, S, vocab_size); activations (B, S, d) on a pipeline stage without the head.
+            (B, S, vocab_size), with `at` (B, n, vocab_size); activations (B, S, d) on a pipeline stage without the
+            head.
 
         Raises:
-            ValueError: `keep` of another shape, dtype or device, `scale` of another length, or an unknown layer.
+            ValueError: `keep` of another shape, dtype or device, `scale` of another length, an unknown layer, or more
+                tokens than the cache takes.
         """
         if self.tok_embeddings is not None:
             seq_len = tokens.shape[1]
@@ -111,6 +121,9 @@ class Decoder(ModelProtocol):
         chosen = list(self.layers) if layers is None else [str(layer) for layer in layers]
         if unknown := [name for name in chosen if name not in self.layers]:
             raise ValueError(f"no layer {', '.join(unknown)}: there are 0 ... {self.args.n_layers - 1}")
+        if cache is not None:
+            cache.begin(tokens, counts, self.args.eos_id if self.args.document_mask else None)
+            passed = Passed(cache.states)
         kept = self.kept(h, keep, scale if self.training or scale is not None else self.args.eval_scale)
         # one context for all layers of a kind, which are alike: with document masks it is as large as the batch
         contexts: dict[str, Context] = {}
@@ -118,8 +131,14 @@ class Decoder(ModelProtocol):
         for name in chosen:
             layer, kind = self.layers[name], kinds[int(name)]
             if kind not in contexts:
-                contexts[kind] = layer.context(seq_len, h.device, documents)
+                contexts[kind] = (
+                    layer.context(seq_len, h.device, documents) if cache is None else layer.cached_context(cache)
+                )
             h = layer(h, layer.own_context(contexts[kind], name, passed), kept[int(name)])
+        if cache is not None and passed is not None:
+            cache.states |= passed.final
+        if at is not None:
+            h = h.gather(1, at[..., None].expand(-1, -1, h.shape[2]))
         h = self.norm(h) if self.norm is not None else h
         if self.output is None:
             return h

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .args import DecoderArgs
+from .cache import Cache, State
 from .scan import ssd_scan
 from .sharded import local
 
@@ -107,15 +108,6 @@ class GatedNorm(nn.Module):
         return normed * local(self.weight).to(y.dtype)
 
 
-@dataclass(eq=False)
-class State:
-    """What a sublayer hands on behind its last token, without gradient; tensors of this rank's heads."""
-
-    conv_x: Tensor  # (B, width-1, d_in), the last inputs of the convolutions
-    conv_bc: Tensor  # (B, width-1, 2 G N)
-    scan: Tensor  # (B, H, P, N) fp32
-
-
 class Passed:
     """The states of all layers that one micro-batch starts from and leaves, by the layer's name. What it starts from is
     never changed, so that recomputation reads it again. Not a dataclass: FSDP2 copies those on their way in."""
@@ -133,6 +125,7 @@ class MambaContext:
     parameters: tuple[Tensor, ...] = ()  # A, dt_bias and D of this layer, each (H,) fp32
     passed: Passed | None = None
     layer: str = ""  # this layer's name in `passed`
+    counts: Tensor | None = None  # (B,) int64, the first tokens of each sequence that are real; None: all
 
     def of_rows(self, rows: Tensor | None) -> "MambaContext":
         """The context of some sequences of the batch: indices (n,), None for all of them."""
@@ -167,6 +160,16 @@ class Mamba2(nn.Module):
             return MambaContext()
         return MambaContext(starts=F.pad(documents[:, 1:] != documents[:, :-1], (1, 0)))
 
+    def cached_context(self, cache: Cache) -> MambaContext:
+        """The context for the forward that `cache` has begun."""
+        reading = cache.reading
+        assert reading is not None
+        context = MambaContext(counts=reading.counts)
+        if reading.documents is not None and reading.document_before is not None:
+            before = torch.cat([reading.document_before[:, None], reading.documents[:, :-1]], dim=1)
+            context.starts = reading.documents != before
+        return context
+
     def own_context(self, shared: MambaContext, layer: str, passed: Passed | None) -> MambaContext:
         return dataclasses.replace(shared, parameters=self.ssm(), layer=layer, passed=passed)
 
@@ -182,21 +185,35 @@ class Mamba2(nn.Module):
         B, C = bc.view(n, S, 2, self.groups, self.state_size).unbind(2)
         with torch.autocast(x.device.type, enabled=False):
             dt = F.softplus(dt.to(dt_bias.dtype) + dt_bias)
+            if context.counts is not None:  # a token without time leaves the state as it is
+                padding = torch.arange(S, device=x.device) >= context.counts[:, None]  # (B, S)
+                dt = dt.masked_fill(padding[..., None], 0.0)
             x = x.view(n, S, self.heads, self.head_dim)
             scan_state = None if initial is None else initial.scan
             y, state = ssd_scan(x, dt, A, B, C, D, self.chunk_size, scan_state, context.starts)
             y = self.norm(y.reshape(n, S, self.heads * self.head_dim), z, self.sum_over_ranks)
         if passed is not None:
-            passed.final[context.layer] = self.state(conv_inputs, initial, state)
+            passed.final[context.layer] = self.state(conv_inputs, initial, state, context)
         return self.out_proj(y)
 
-    def state(self, conv_inputs: tuple[Tensor, Tensor], initial: State | None, scan: Tensor) -> State:
+    def state(
+        self, conv_inputs: tuple[Tensor, Tensor], initial: State | None, scan: Tensor, context: MambaContext
+    ) -> State:
         """What the layer hands on, from the inputs of its convolutions and the scan's final state."""
         length = self.conv_x.weight.shape[1] - 1
         before = (None, None) if initial is None else (initial.conv_x, initial.conv_bc)
-        conv_x, conv_bc = (
-            with_state(t, state, length)[:, t.shape[1] :].detach() for t, state in zip(conv_inputs, before, strict=True)
-        )
+        n, S, _ = conv_inputs[0].shape
+        counts = torch.full((n,), S, device=scan.device) if context.counts is None else context.counts
+        at = counts[:, None] + torch.arange(length, device=scan.device)  # (B, width-1), behind the inputs before
+        others = None
+        if context.starts is not None:  # the next token may read no document but the last one
+            document = F.pad(context.starts.int().cumsum(1), (length, 0))
+            others = (document.gather(1, at) != document.gather(1, at[:, -1:]))[..., None]
+        conv = []
+        for t, state in zip(conv_inputs, before, strict=True):
+            last = with_state(t, state, length).gather(1, at[..., None].expand(-1, -1, t.shape[2])).detach()
+            conv.append(last if others is None else last.masked_fill(others, 0.0))
+        conv_x, conv_bc = conv
         return State(conv_x, conv_bc, scan.detach())
 
 

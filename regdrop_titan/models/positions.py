@@ -86,15 +86,21 @@ def rotary_table(seq_len: int, head_dim: int, theta: float, device: torch.device
     Both halves of the channels have the same angles; sin is negative in the first half, so that
     `x cos + roll(x, head_dim/2) sin` is the rotation.
     """
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
-    angles = torch.outer(torch.arange(seq_len, device=device, dtype=torch.float64), frequencies)
+    return rotary_at(torch.arange(seq_len, device=device), head_dim, theta)
+
+
+def rotary_at(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """The same at any positions (...), each (..., head_dim)."""
+    channels = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64)
+    angles = positions.double()[..., None] * theta ** (-channels / head_dim)
     cos, sin = angles.cos().float(), angles.sin().float()
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate-half rotary embedding of x (B, S, H, head_dim), computed in fp32, returned in x's dtype."""
-    cos, sin = cos[:, None, :], sin[:, None, :]  # (S, 1, head_dim)
+    """Rotate-half rotary embedding of x (B, S, H, head_dim) by tables ([B,] S, head_dim), computed in fp32, returned in
+    x's dtype."""
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # ([B,] S, 1, head_dim)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
 
@@ -116,6 +122,20 @@ def attention_bias(slopes: tuple[float, ...] | None, window: int | None, seq_len
     slope = torch.tensor([0.0] if slopes is None else slopes, device=device)
     bias = -slope[:, None, None] * distance.float()  # (H, S, S)
     return bias.masked_fill(~visible(distance, window), -torch.inf).unsqueeze(0)
+
+
+def cached_bias(
+    slopes: tuple[float, ...] | None, window: int | None, queries: Tensor, keys: Tensor, same_document: Tensor | None
+) -> Tensor:
+    """The same for queries at positions (B, n) and keys at positions (B, K), -1 where there is none: (B, 1 or H, n, K)
+    fp32. `same_document` (B, n, K) hides the keys of others."""
+    distance = queries[:, :, None] - keys[:, None, :]
+    seen = visible(distance, window) & (keys >= 0)[:, None, :]
+    if same_document is not None:
+        seen = seen & same_document
+    slope = slope_tensor((0.0,) if slopes is None else slopes, queries.device)
+    bias = -slope[:, None, None] * distance[:, None].float()
+    return bias.masked_fill(~seen[:, None], -torch.inf)
 
 
 def document_ids(tokens: Tensor, eos_id: int) -> Tensor:

@@ -1,0 +1,158 @@
+"""What a decoder keeps of the tokens that it has read, so that it reads only new ones: keys and values of attention
+layers, states of Mamba2 layers.
+
+Every sequence of the batch has its own length: there is no padding on the left, position i of each is its token i. Keys
+and values lie in slots, position i in slot i mod C. Layers with a window of W keys have C = W + n slots, where n is the
+most tokens that one forward reads: when a forward has written its own, the last W before each of them are still there.
+Other layers have room for every position. A slot knows its position; a query sees those at its own position and before.
+
+So nothing needs to be deleted: padding to the right of a sequence that has less to read than others is written to
+positions that its next tokens write again before any query sees them. Mamba2 layers pass it over.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .positions import document_ids
+
+
+@dataclass
+class KeyValues:
+    """One attention layer's keys and values, (B, H_kv, C, head_dim) each."""
+
+    keys: Tensor
+    values: Tensor
+
+    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Put k and v (B, H_kv, n, head_dim) into `slots` (B or 1, n)."""
+        rows = torch.arange(len(k), device=k.device)[:, None]  # (B, 1)
+        self.keys[rows, :, slots] = k.transpose(1, 2).to(self.keys.dtype)
+        self.values[rows, :, slots] = v.transpose(1, 2).to(self.values.dtype)
+
+
+@dataclass(eq=False)
+class State:
+    """What a Mamba2 layer hands on behind its last token, without gradient; tensors of this rank's heads."""
+
+    conv_x: Tensor  # (B, width-1, d_in), the last inputs of the convolutions
+    conv_bc: Tensor  # (B, width-1, 2 G N)
+    scan: Tensor  # (B, H, P, N) fp32
+
+
+@dataclass
+class Slots:
+    """Which position lies in each slot of the layers of one window, and of which document its token is."""
+
+    positions: Tensor  # (B, C) int64, -1 where empty
+    documents: Tensor  # (B, C) int32, 0 without document masks
+
+
+@dataclass
+class Reading:
+    """The forward at hand: n tokens of each sequence, the first `counts` of which are real."""
+
+    positions: Tensor  # (B or 1, n) int64: 1 where all sequences are equally long
+    end: int  # above every position
+    counts: Tensor | None  # (B,) int64; None: all n
+    documents: Tensor | None = None  # (B, n) int32
+    document_before: Tensor | None = None  # (B,) int32, of the token before
+
+
+@dataclass
+class Place:
+    """Where the tokens of a forward go in the layers of one window, and what lies in the first K slots."""
+
+    slots: Tensor  # (B or 1, n) int64
+    positions: Tensor  # (B or 1, K) int64, -1 where empty
+    documents: Tensor  # (B, K) int32
+
+
+class Cache:
+    """What B sequences of at most `max_length` tokens leave, read at most `chunk` tokens at a time.
+
+    `lengths` are the tokens read of each.
+    """
+
+    def __init__(self, batch: int, max_length: int, chunk: int) -> None:
+        if min(batch, max_length, chunk) < 1:
+            raise ValueError(f"batch {batch}, max_length {max_length}, chunk {chunk}: each must be at least 1")
+        self.batch, self.max_length, self.chunk = batch, max_length, chunk
+        self.lengths = [0] * batch
+        self.layers: dict[str, KeyValues] = {}
+        self.slots: dict[int | None, Slots] = {}  # by the window
+        self.states: dict[str, State] = {}  # of Mamba2 layers
+        self.document: Tensor | None = None  # (B,) int32, of the last token read
+        self.next_document: Tensor | None = None  # (B,) int32
+        self.reading: Reading | None = None
+
+    def begin(self, tokens: Tensor, counts: Sequence[int] | None, eos_id: int | None) -> Reading:
+        """Make ready for a forward over `tokens` (B, n), of each row the first `counts` (None: all). With `eos_id`,
+        which ends documents, those are told apart.
+
+        Raises ValueError where a sequence would get longer than `max_length`, or n is above `chunk`.
+        """
+        n, device = tokens.shape[1], tokens.device
+        real = [n] * self.batch if counts is None else list(counts)
+        if n > self.chunk:
+            raise ValueError(f"{n} tokens at once: this cache takes {self.chunk}")
+        if any(not 0 <= count <= n for count in real):
+            raise ValueError(f"counts {real}: each must be in 0 ... {n}")
+        longest = max(length + more for length, more in zip(self.lengths, real, strict=True))
+        if longest > self.max_length:
+            raise ValueError(f"a sequence of {longest} tokens: this cache has room for {self.max_length}")
+        lengths = self.lengths if len(set(self.lengths)) > 1 else self.lengths[:1]
+        reading = Reading(
+            positions=torch.tensor(lengths, device=device)[:, None] + torch.arange(n, device=device),
+            end=max(lengths) + n,
+            counts=torch.tensor(real, device=device) if min(real) < n else None,
+        )
+        if eos_id is not None:
+            self._number_documents(reading, tokens, eos_id)
+        self.lengths = [length + more for length, more in zip(self.lengths, real, strict=True)]
+        self.reading = reading
+        return reading
+
+    def _number_documents(self, reading: Reading, tokens: Tensor, eos_id: int) -> None:
+        if self.document is None or self.next_document is None:
+            self.document = self.next_document = tokens.new_zeros(self.batch, dtype=torch.int32)
+        reading.documents = document_ids(tokens, eos_id) + self.next_document[:, None]
+        reading.document_before = self.document
+        after = reading.documents + (tokens == eos_id).int()  # of the token behind each
+        last = torch.full_like(self.document, tokens.shape[1]) if reading.counts is None else reading.counts
+        at = (last.long() - 1).clamp(min=0)[:, None]
+        self.document = torch.where(last > 0, reading.documents.gather(1, at)[:, 0], self.document)
+        self.next_document = torch.where(last > 0, after.gather(1, at)[:, 0], self.next_document)
+
+    def capacity(self, window: int | None) -> int:
+        """C of layers with this window."""
+        return min(self.max_length, window or self.max_length) + self.chunk
+
+    def place(self, window: int | None) -> Place:
+        """Note the tokens of the forward at hand in the slots of layers with this window."""
+        reading = self.reading
+        assert reading is not None
+        C, device = self.capacity(window), reading.positions.device
+        if window not in self.slots:
+            empty = torch.full((self.batch, C), -1, device=device)
+            self.slots[window] = Slots(empty, torch.zeros_like(empty, dtype=torch.int32))
+        kept, slots = self.slots[window], reading.positions % C
+        rows = torch.arange(self.batch, device=device)[:, None]
+        kept.positions[rows, slots] = reading.positions
+        if reading.documents is not None:
+            kept.documents[rows, slots] = reading.documents
+        K = min(C, reading.end)
+        # where all are equally long, one row says it for all
+        return Place(slots, kept.positions[: len(slots), :K], kept.documents[:, :K])
+
+    def store(self, layer: str, window: int | None, place: Place, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep k and v (B, H_kv, n, head_dim) of a layer; returns those of its first K slots."""
+        if layer not in self.layers:
+            shape = *k.shape[:2], self.capacity(window), k.shape[3]
+            self.layers[layer] = KeyValues(k.new_zeros(shape), v.new_zeros(shape))
+        kept = self.layers[layer]
+        kept.write(k, v, place.slots)
+        K = place.positions.shape[1]
+        return kept.keys[:, :, :K], kept.values[:, :, :K]
