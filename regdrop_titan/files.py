@@ -19,7 +19,7 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def write_json(path: Path, value: Any, indent: int = 2) -> None:
+def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
     """`write_whole` of `value` as indented JSON."""
     write_whole(path, json.dumps(value, indent=indent) + "\n")
 

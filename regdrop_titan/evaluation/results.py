@@ -56,7 +56,7 @@ def describe(verb: str, subject: Subject, model: Decoder, settings: dict[str, An
 def write_result(folder: Path, verb: str, result: dict[str, Any]) -> Path:
     """Leave `result` as `VERB.json` in `folder`; returns the file."""
     file = folder / f"{verb.replace('-', '_')}.json"
-    write_json(file, result)
+    write_json(file, result, indent=None)  # some hold a number for each of 100,000 positions
     return file
 
 
