@@ -143,21 +143,21 @@ class TiktokenTokenizer(Tokenizer):
         self.file = file
         try:
             # tiktoken's own reader keeps a copy by path, and would give the old tokens of a file that has changed
-            ranks = {
+            self.ranks = {
                 base64.b64decode(token, validate=True): int(rank)
                 for token, rank in (line.split() for line in file.read_bytes().splitlines() if line)
             }
-            if len(ranks) < 256:
-                raise ValueError(f"{len(ranks)} tokens")
+            if len(self.ranks) < 256:
+                raise ValueError(f"{len(self.ranks)} tokens")
         except ValueError as error:
             raise DataError(
                 f"{file}: not a tiktoken file ({error}); a SentencePiece model must be converted to a tokenizer.json"
             ) from None
-        self.special_ids = {name: len(ranks) + i for i, name in enumerate(LLAMA3_SPECIAL_TOKENS)}
+        self.special_ids = {name: len(self.ranks) + i for i, name in enumerate(LLAMA3_SPECIAL_TOKENS)}
         self.eos_id = self.special_ids["<|end_of_text|>"]
-        self.vocab_size = len(ranks) + len(self.special_ids)
+        self.vocab_size = len(self.ranks) + len(self.special_ids)
         self.encoding = tiktoken.Encoding(
-            name="llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=self.special_ids
+            name="llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=self.ranks, special_tokens=self.special_ids
         )
 
     def encode_piece(self, text: str) -> np.ndarray:
