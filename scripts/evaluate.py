@@ -13,10 +13,10 @@ from pathlib import Path
 from regdrop_titan.checkpoints import CheckpointError
 from regdrop_titan.data.packed import DataError
 from regdrop_titan.evaluation.subjects import InputError, Subject, checkpoint_subject, unique_labels
-from regdrop_titan.evaluation.verbs import copying, position_loss
+from regdrop_titan.evaluation.verbs import copying, lm_eval, position_loss
 from regdrop_titan.signals import interruptible
 
-VERBS = (position_loss, copying)
+VERBS = (position_loss, lm_eval, copying)
 
 
 def find_subjects(arguments: argparse.Namespace) -> list[Subject]:

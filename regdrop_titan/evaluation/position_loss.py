@@ -15,11 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..models import Decoder, DecoderArgs
-from ..models.cache import Cache
-
-PIECE_BYTES = 2**28  # what the attention bias and the logits of one piece may take
-MAX_PIECE = 1024  # tokens; longer ones are no faster
+from ..models import Decoder
+from ..models.cache import Cache, piece_length
 
 
 @dataclass
@@ -66,13 +63,6 @@ def moving_average(values: Tensor, window: int) -> Tensor:
     end = torch.arange(1, S + 1)
     start = (end - window).clamp(min=0)
     return (total[..., end] - total[..., start]) / (end - start)
-
-
-def piece_length(args: DecoderArgs, batch: int, length: int) -> int:
-    """Tokens that one forward may read of `batch` sequences that get `length` tokens long."""
-    bias = 2 * 4 * args.n_heads * length  # bytes a token, and a copy
-    logits = 2 * 4 * batch * args.vocab_size
-    return max(1, min(MAX_PIECE, length, PIECE_BYTES // (bias + logits)))
 
 
 @torch.no_grad()

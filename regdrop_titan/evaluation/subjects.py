@@ -44,9 +44,9 @@ class Subject:
     config: dict[str, Any] = field(default_factory=dict)
     tokenizer_path: str | None = None
 
-    def load(self) -> Decoder:
-        """The model in fp32, in evaluation mode, on the GPU if there is one."""
-        return load_model(self.source).to("cuda" if torch.cuda.is_available() else "cpu")
+    def load(self, device: str | None = None) -> Decoder:
+        """The model in fp32, in evaluation mode; default: on the GPU if there is one."""
+        return load_model(self.source).to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

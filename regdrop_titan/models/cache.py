@@ -16,7 +16,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .args import DecoderArgs
 from .positions import document_ids
+
+PIECE_BYTES = 2**28  # what the attention bias and the logits of one forward may take
+MAX_PIECE = 1024  # tokens; more are no faster
+
+
+def piece_length(args: DecoderArgs, batch: int, length: int) -> int:
+    """Tokens that one forward may read of `batch` sequences that get `length` tokens long."""
+    bias = 2 * 4 * args.n_heads * length * batch  # bytes a token, and a copy
+    logits = 2 * 4 * batch * args.vocab_size
+    return max(1, min(MAX_PIECE, length, PIECE_BYTES // (bias + logits)))
 
 
 @dataclass

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from regdrop_titan.checkpoints import load_model
-from regdrop_titan.evaluation import position_loss as module
 from regdrop_titan.evaluation.position_loss import PositionLoss, moving_average, plot_position_loss, position_loss
 from regdrop_titan.evaluation.subjects import weights_sha256
-from regdrop_titan.models import build_model
+from regdrop_titan.models import build_model, cache
 
 from ..distributed.harness import run_cases
 
@@ -39,7 +38,7 @@ def test_pieces_do_not_change_it(family, monkeypatch):
     sizes = {"ssm_head_dim": 16, "state_size": 8, "n_layers": 4, "sliding_window": 4}
     model = build_model(family, "debug", **{**SMALL, **sizes}).eval()
     documents = [torch.randint(0, 64, (24 + i,), generator=torch.Generator().manual_seed(i)) for i in range(5)]
-    monkeypatch.setattr(module, "MAX_PIECE", 5)
+    monkeypatch.setattr(cache, "MAX_PIECE", 5)
     read = []
     result = position_loss(model, documents, 23, batch_size=2, progress=read.append, window=4)
     assert read == [10, 10, 10, 10, 6, 10, 10, 10, 10, 6, 5, 5, 5, 5, 3]
