@@ -1,7 +1,6 @@
 """What is evaluated: checkpoints of runs and plain Hugging Face folders, behind one interface."""
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +12,7 @@ import torch
 from ..checkpoints import load_model, resolve_checkpoint, run_config
 from ..checkpoints.loading import model_args_of
 from ..data.mixture import parse_mixture
-from ..data.packed import MANIFEST, DataError, PackedTokens
+from ..data.packed import DataError, PackedTokens
 from ..data.tokenizers import Tokenizer, load_tokenizer
 from ..models import Decoder, DecoderArgs
 
@@ -79,13 +78,12 @@ class Subject:
         if self.config.get("training", {}).get("dataset") != "packed" or not path:
             raise InputError(f"{self.label}: no tokenizer is known of its run; name one by --tokenizer")
         folder = Path(parse_mixture(path)[0][0])
-        if not (folder / MANIFEST).is_file():
+        if not folder.is_dir():
             raise InputError(
                 f"{self.label}: its training data, which hold the tokenizer, are not at {folder}; name one by "
                 "--tokenizer"
             )
-        kept = json.loads((folder / MANIFEST).read_text())["tokenizer"].get("file")
-        return folder / kept if kept else folder
+        return folder
 
     def packed_tokens(self, path: str | Path) -> PackedTokens:
         """The packed set at `path`, if its tokens are those that the model knows. Raises InputError, DataError."""
