@@ -1,6 +1,7 @@
 """Evaluate checkpoints of runs.
 
     python scripts/evaluate.py position-loss --checkpoint outputs/RUN/checkpoint --data data/stdlib/long
+    python scripts/evaluate.py depth --checkpoint outputs/RUN/checkpoint --data data/stdlib/validation
     python scripts/evaluate.py copying --checkpoint outputs/RUN/checkpoint
 
 Results are JSON and PNG files in --output (default: `evaluation` in the run's folder).
@@ -13,10 +14,10 @@ from pathlib import Path
 from regdrop_titan.checkpoints import CheckpointError
 from regdrop_titan.data.packed import DataError
 from regdrop_titan.evaluation.subjects import InputError, Subject, checkpoint_subject, unique_labels
-from regdrop_titan.evaluation.verbs import copying, lm_eval, position_loss
+from regdrop_titan.evaluation.verbs import copying, depth, lm_eval, position_loss
 from regdrop_titan.signals import interruptible
 
-VERBS = (position_loss, lm_eval, copying)
+VERBS = (position_loss, lm_eval, depth, copying)
 
 
 def find_subjects(arguments: argparse.Namespace) -> list[Subject]:

@@ -1,6 +1,6 @@
 """The decoder: embedding, blocks, norm, head. Every model family is arguments of this one class."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +110,35 @@ class Decoder(ModelProtocol):
             ValueError: `keep` of another shape, dtype or device, `scale` of another length, an unknown layer, or more
                 tokens than the cache takes.
         """
+        chosen = list(self.layers) if layers is None else [str(layer) for layer in layers]
+        if unknown := [name for name in chosen if name not in self.layers]:
+            raise ValueError(f"no layer {', '.join(unknown)}: there are 0 ... {self.args.n_layers - 1}")
+        if cache is not None:
+            cache.begin(tokens, counts, self.args.eos_id if self.args.document_mask else None)
+            passed = Passed(cache.states)
+        h, through = self.begin(tokens, documents, keep, scale, passed, cache)
+        for name in chosen:
+            h = through(int(name), h)
+        if cache is not None and passed is not None:
+            cache.states |= passed.final
+        if at is not None:
+            h = h.gather(1, at[..., None].expand(-1, -1, h.shape[2]))
+        return self.head(h)
+
+    def begin(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        keep: Tensor | tuple[tuple[int, ...], ...] | None = None,
+        scale: Sequence[float] | None = None,
+        passed: Passed | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[Tensor, Callable[[int, Tensor], Tensor]]:
+        """The residual stream (B, S, d) before the first layer, and `through(layer, h)`, which takes it through one
+        layer of this stage. Arguments as `forward`'s, the cache having begun with these tokens.
+
+        For evaluation, which looks at it between layers: hooks of the whole model, FSDP2's for one, act in `forward`.
+        """
         if self.tok_embeddings is not None:
             seq_len = tokens.shape[1]
             if self.args.document_mask and documents is None:
@@ -118,27 +147,26 @@ class Decoder(ModelProtocol):
         else:
             h = tokens
             seq_len = h.shape[1] * self.sequence_shards
-        chosen = list(self.layers) if layers is None else [str(layer) for layer in layers]
-        if unknown := [name for name in chosen if name not in self.layers]:
-            raise ValueError(f"no layer {', '.join(unknown)}: there are 0 ... {self.args.n_layers - 1}")
-        if cache is not None:
-            cache.begin(tokens, counts, self.args.eos_id if self.args.document_mask else None)
-            passed = Passed(cache.states)
+        device = h.device
         kept = self.kept(h, keep, scale if self.training or scale is not None else self.args.eval_scale)
         # one context for all layers of a kind, which are alike: with document masks it is as large as the batch
         contexts: dict[str, Context] = {}
         kinds = self.args.layer_kinds
-        for name in chosen:
-            layer, kind = self.layers[name], kinds[int(name)]
+
+        def through(layer: int, h: Tensor) -> Tensor:
+            name, kind = str(layer), kinds[layer]
+            block = self.layers[name]
             if kind not in contexts:
                 contexts[kind] = (
-                    layer.context(seq_len, h.device, documents) if cache is None else layer.cached_context(cache)
+                    block.context(seq_len, device, documents) if cache is None else block.cached_context(cache)
                 )
-            h = layer(h, layer.own_context(contexts[kind], name, passed), kept[int(name)])
-        if cache is not None and passed is not None:
-            cache.states |= passed.final
-        if at is not None:
-            h = h.gather(1, at[..., None].expand(-1, -1, h.shape[2]))
+            return block(h, block.own_context(contexts[kind], name, passed), kept[layer])
+
+        return h, through
+
+    def head(self, h: Tensor) -> Tensor:
+        """Logits (B, S, vocab_size) of the residual stream `h` (B, S, d) after any layer: final norm and head. On a
+        pipeline stage without them, `h`."""
         h = self.norm(h) if self.norm is not None else h
         if self.output is None:
             return h
