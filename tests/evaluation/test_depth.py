@@ -137,6 +137,10 @@ def test_losses_are_those_of_a_model_without_the_other_layers(name):
         assert each.loss_error == pytest.approx((variance / 5) ** 0.5, rel=1e-9)
     for one, other in itertools.combinations(found.values(), 2):
         assert (one - other).abs().max() > 0.003  # 100 times the tolerance
+    if model.args.eval_scale is not None:
+        model.args.eval_scale = None
+        unscaled = subset_losses(model, data, wanted)
+        assert (unscaled[0, 2] - found[0, 2]).abs().max() > 0.003
 
 
 @pytest.mark.parametrize("name", MODELS)
