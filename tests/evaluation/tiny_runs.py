@@ -15,10 +15,10 @@ TEXT = [
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.",
     "One of the special magic numbers for tall-tree is: 8314265. A special magic number is hidden within the following",
     "text. Make sure to memorize it. I will quiz you about the number afterwards. What is the special magic number for",
-    "Memorize and track the chain(s) of variable assignment hidden in the following text. VAR ABCDE = 12345 VAR FGHIJ =",
+    "Memorize and track the chain(s) of variable assignment hidden in the following text. VAR ABCDE = 12345",
     "VAR KLMNO Question: Find all variables that are assigned the value 12345 in the text above. Answer: According to",
     "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that",
-    "most often. 1. stone 2. river 3. mountain 4. table. Question: What are the 10 most common words in the above list?",
+    "most often. 1. stone 2. river 3. mountain 4. table. Question: What are the 10 most common words in the list?",
     "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared",
     "coded words. Question: Do not provide any explanation. Please ignore the dots '....'. What are the three most",
 ]
