@@ -16,7 +16,7 @@ from regdrop_titan.evaluation.subjects import InputError, checkpoint_subject
 
 from .tiny_runs import write_run
 
-LENGTH = 1100  # tokens of RULER's samples: about the least that all six tasks fit in
+LENGTH = 1700  # tokens of RULER's samples: about the least that all six tasks fit in
 
 
 @pytest.fixture(scope="module")
