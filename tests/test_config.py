@@ -269,6 +269,23 @@ def test_every_architecture_key_reaches_the_model(key, value):
     assert key in {field.name for field in fields(Architecture)}
 
 
+def test_yarn_reaches_the_model_whole_or_is_refused():
+    options = {"position": "rope", "rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_context": 64}
+    args = [arg for key, value in options.items() for arg in (f"--architecture.{key}", str(value))]
+    assert model_args(load_config(args)).yarn == (4.0, 64)
+    assert faults(["--architecture.rope_factor", "4"]) == [
+        "architecture.rope_factor = 4.0: needs rope_scaling = 'yarn'"
+    ]
+    assert faults(["--architecture.rope_scaling", "yarn"]) == [
+        "architecture.rope_scaling = 'yarn': needs attention layers with position = 'rope'"
+    ]
+    found = faults([*args, "--architecture.rope_factor", "inf", "--architecture.rope_original_context", "6",
+                    "--architecture.rope_theta", "1"])  # fmt: skip
+    assert [fault.partition(" = ")[0] for fault in found] == [
+        "architecture.rope_theta", "architecture.rope_factor", "architecture.rope_original_context"
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("placement", "vpad"), ("p", 0.25), ("mask", "per_linear"), ("vpad_stop_gradient", True)],

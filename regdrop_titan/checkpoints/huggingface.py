@@ -104,7 +104,7 @@ def check_readable_in_parts(folder: Path, args: DecoderArgs) -> Format:
     """The format of a folder whose weights a model of `args` reads in place, each rank its shards.
 
     Raises CheckpointError for another model, by its configuration and its tensors' names and shapes; the window may be
-    another one.
+    another one, and YaRN may be new.
     """
     config = read_config(folder)
     form = format_of(config, folder)
@@ -116,6 +116,8 @@ def check_readable_in_parts(folder: Path, args: DecoderArgs) -> Format:
         for name in ("layer_kinds", "norm_eps", "rope_theta", "tied_embeddings", "n_heads", "n_kv_heads")
         if getattr(args, name) != getattr(theirs, name)
     ]
+    if theirs.yarn not in (None, args.yarn):
+        faults.append(f"rope scaling is {args.yarn}, of the folder's model {theirs.yarn}")
     if faults:
         raise CheckpointError(f"{folder}: is of another model: {'; '.join(faults)}")
     # what scales queries begins afresh, these formats have no place for it
@@ -240,16 +242,39 @@ def check_export(model: Decoder, folder: Path, dtype: torch.dtype) -> float:
     return (theirs(tokens).logits - model(tokens)).abs().max().item()
 
 
+def read_args(folder: Path) -> tuple[DecoderArgs, Format]:
+    """Our arguments of the model in a Hugging Face folder, and its format. Raises CheckpointError."""
+    config = read_config(folder)
+    form = format_of(config, folder)
+    args = form.args(config, folder)
+    eos = config.get("eos_token_id")
+    args.eos_id = eos if isinstance(eos, int) else 0
+    return args, form
+
+
+def read_context(folder: Path, args: DecoderArgs) -> int | None:
+    """Tokens that the model of a folder, `args`, was trained on: what YaRN begins with, else
+    `max_position_embeddings`; None where its configuration does not say, as Mamba2's. Raises CheckpointError."""
+    return args.rope_original_context or read_config(folder).get("max_position_embeddings")
+
+
+def load_huggingface(folder: Path, args: DecoderArgs | None = None) -> Decoder:
+    """The model of a Hugging Face folder as ours, on the CPU, in evaluation mode, fp32.
+
+    `args`: where it shall compute otherwise with the same weights. None: the folder's. Raises CheckpointError.
+    """
+    found, form = read_args(folder)
+    model = Decoder(found if args is None else args)
+    model.load_state_dict(from_huggingface(read_weights(folder), model.args, form, folder))
+    return model.eval()
+
+
 def import_huggingface(source: Path, folder: Path) -> DecoderArgs:
     """Write the weights of a Hugging Face folder as `FOLDER/checkpoint/step-0` and `FOLDER/config.json`, from which
     `checkpoint.initial_load_path` and every script read. Raises CheckpointError; `folder` must be new or empty."""
     if folder.exists() and any(folder.iterdir()):
         raise CheckpointError(f"{folder}: is not empty")
-    config = read_config(source)
-    form = format_of(config, source)
-    args = form.args(config, source)
-    eos = config.get("eos_token_id")
-    args.eos_id = eos if isinstance(eos, int) else 0
+    args, form = read_args(source)
     state = from_huggingface(read_weights(source), args, form, source)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # what no_dist asks for
     dcp.save(state, checkpoint_id=str(folder / "checkpoint/step-0"), no_dist=True)

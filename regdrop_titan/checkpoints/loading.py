@@ -3,12 +3,12 @@
 import json
 import re
 import warnings
-from dataclasses import fields
 from pathlib import Path
 
 import torch
 
 from ..models import Decoder, DecoderArgs
+from .formats import args_from_json
 from .safety import CheckpointError, check_complete, load_state, survey
 
 
@@ -55,23 +55,21 @@ def model_args_of(checkpoint: Path) -> DecoderArgs:
     saved = run_config(checkpoint).get("model_args")
     if saved is None:
         raise CheckpointError(f"{checkpoint}: the run's config.json has no model_args")
-    known = {field.name for field in fields(DecoderArgs)}
-    if unknown := set(saved) - known:
-        raise CheckpointError(f"{checkpoint}: config.json has unknown model arguments {', '.join(sorted(unknown))}")
-    return DecoderArgs(**saved)
+    return args_from_json(saved, f"{checkpoint}: config.json")
 
 
-def load_model(path: str | Path) -> Decoder:
+def load_model(path: str | Path, args: DecoderArgs | None = None) -> Decoder:
     """The model of a checkpoint, on the CPU, in evaluation mode, fp32.
 
     Args:
         path: `…/checkpoint/step-N`, or `…/checkpoint` for the newest complete one.
+        args: of the model, where it shall compute otherwise with the same weights. None: its `config.json`'s.
 
     Raises:
         CheckpointError: there is none, or it does not fit its `config.json`.
     """
     checkpoint = resolve_checkpoint(path)
-    model = Decoder(model_args_of(checkpoint))
+    model = Decoder(model_args_of(checkpoint) if args is None else args)
     state = model.state_dict()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # what no_dist asks for
     load_state(state, checkpoint, no_dist=True)

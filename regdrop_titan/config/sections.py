@@ -39,6 +39,15 @@ class Architecture:
     rope_theta: float | None = None
     """Base of the rotary frequencies, above 0."""
 
+    rope_scaling: Literal["none", "yarn"] | None = None
+    """Rotary positions as they are, or YaRN's for a longer context than they were trained on (arXiv 2309.00071)."""
+
+    rope_factor: float | None = None
+    """Of YaRN: the longer context over the original one, at least 1."""
+
+    rope_original_context: int | None = None
+    """Of YaRN: tokens of the context that the rotary positions were trained on, at least 7."""
+
     sliding_window: int | None = None
     """Keys a query sees, its own included, at least 1. Absent: all of them."""
 

@@ -1,7 +1,8 @@
 """What is evaluated: checkpoints of runs and plain Hugging Face folders, behind one interface."""
 
+import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 import torch
 
 from ..checkpoints import load_model, resolve_checkpoint, run_config
+from ..checkpoints.huggingface import load_huggingface, read_args, read_context
 from ..checkpoints.loading import model_args_of
 from ..data.mixture import parse_mixture
 from ..data.packed import DataError, PackedTokens
-from ..data.tokenizers import Tokenizer, load_tokenizer
+from ..data.tokenizers import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from ..models import Decoder, DecoderArgs
 
 
@@ -32,7 +34,9 @@ class Subject:
         args: of the model.
         context: tokens, the length it was trained on.
         config: the run's `config.json`; empty for a Hugging Face folder.
-        tokenizer_path: what the user named; None: found beside the training data, or in the folder.
+        tokenizer_path: what the user named, or a Hugging Face folder that holds one; None: found beside the training
+            data.
+        read_model: what reads the model of `source` and `args`.
     """
 
     label: str
@@ -42,10 +46,12 @@ class Subject:
     context: int
     config: dict[str, Any] = field(default_factory=dict)
     tokenizer_path: str | None = None
+    read_model: Callable[[Path, DecoderArgs], Decoder] = load_model
 
     def load(self, device: str | None = None) -> Decoder:
         """The model in fp32, in evaluation mode; default: on the GPU if there is one."""
-        return load_model(self.source).to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        model = self.read_model(self.source, self.args)
+        return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -94,6 +100,8 @@ class Subject:
                 f"vocabulary has {self.args.vocab_size}"
             )
         trained_on, used = self.config.get("tokenizer"), tokens.manifest["tokenizer"]
+        if trained_on is None and self.tokenizer_path is not None:
+            trained_on = {"name": self.tokenizer.name, "sha256": self.tokenizer.sha256}
         if trained_on is not None and trained_on["sha256"] != used["sha256"]:
             raise InputError(
                 f"{path} was tokenized by {used['name']}, the model was trained on tokens of "
@@ -115,6 +123,44 @@ def checkpoint_subject(path: str | Path, label: str | None = None, tokenizer: st
         config=config,
         tokenizer_path=tokenizer,
     )
+
+
+def huggingface_subject(
+    path: str | Path, label: str | None = None, tokenizer: str | None = None, context: int | None = None
+) -> Subject:
+    """The model of a Hugging Face folder, of any format that can be imported. Raises CheckpointError; InputError where
+    neither its configuration nor `context` says what length it was trained on."""
+    folder = Path(path)
+    args, _ = read_args(folder)
+    context = context or read_context(folder, args)
+    if not context:
+        raise InputError(
+            f"{folder}: its config.json does not say what length the model was trained on (max_position_embeddings); "
+            "give it by --context"
+        )
+    if tokenizer is None and any((folder / name).is_file() for name in TOKENIZER_FILES):
+        tokenizer = str(folder)
+    return Subject(
+        label=label or folder.resolve().name,
+        source=folder,
+        folder=None,
+        args=args,
+        context=context,
+        tokenizer_path=tokenizer,
+        read_model=load_huggingface,
+    )
+
+
+def scale_positions(subject: Subject, factor: float) -> None:
+    """Let a model compute with YaRN for `factor` times its training context. Raises InputError where it cannot."""
+    if subject.args.yarn is not None:
+        raise InputError(f"{subject.label}: --rope-scaling: the model has {subject.args.yarn} already")
+    args = dataclasses.replace(
+        subject.args, rope_scaling="yarn", rope_factor=factor, rope_original_context=subject.context
+    )
+    if faults := args.faults():
+        raise InputError("\n".join(f"{subject.label}: --rope-scaling: {fault}" for fault in faults))
+    subject.args = args
 
 
 def weights_sha256(model: Decoder) -> str:

@@ -1,11 +1,14 @@
 """What a model is: the arguments of the decoder, and the flavors of each family."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
 from torch import nn
 from torchtitan.protocols.model import BaseModelArgs
+
+from .positions import Yarn
 
 # Kinds of layers: attention, attention without positions and window (both with a feed-forward layer), Mamba2
 KINDS = ("attention", "nope", "mamba")
@@ -40,6 +43,9 @@ class DecoderArgs(BaseModelArgs):
     position: Literal["rope", "nope", "alibi", "nape"] = "nape"
     slopes: Literal["inverse", "exp2", "press"] = "inverse"
     rope_theta: float = 500_000.0
+    rope_scaling: Literal["none", "yarn"] = "none"
+    rope_factor: float = 1.0  # s of YaRN: the context over the original one
+    rope_original_context: int = 0  # tokens, of YaRN
     sliding_window: int | None = None
     document_mask: bool = False
     eos_id: int = 0
@@ -106,6 +112,11 @@ class DecoderArgs(BaseModelArgs):
         pattern = [kind.strip() for kind in self.layers.split(",")]
         return [pattern[layer % len(pattern)] for layer in range(self.n_layers)]
 
+    @property
+    def yarn(self) -> Yarn | None:
+        """What scales the rotary positions, if anything."""
+        return Yarn(self.rope_factor, self.rope_original_context) if self.rope_scaling == "yarn" else None
+
     def faults(self) -> list[str]:
         """What is impossible about these arguments, one sentence each, beginning with the field's name."""
         found = [
@@ -124,6 +135,7 @@ class DecoderArgs(BaseModelArgs):
         kinds = self.layer_kinds
         found += self._attention_faults() if set(kinds) != {"mamba"} else []
         found += self._mamba_faults() if "mamba" in kinds else []
+        found += self._yarn_faults()
         if not self.norm_eps > 0:
             found.append(f"norm_eps = {self.norm_eps}: must be above 0")
         for name in ("init_std", "embedding_std"):
@@ -158,6 +170,26 @@ class DecoderArgs(BaseModelArgs):
             found.append(f"attention_p = {self.attention_p}: must be in [0, 1)")
         if self.scaling == "ssmax" and self.scaling_init == "identity":
             found.append("scaling_init = 'identity': ssmax's factor s ln(n) cannot be 1 at every position")
+        return found
+
+    def _yarn_faults(self) -> list[str]:
+        if self.yarn is None:
+            unused = {"rope_factor": self.rope_factor != 1, "rope_original_context": self.rope_original_context != 0}
+            return [
+                f"{name} = {getattr(self, name)}: needs rope_scaling = 'yarn'" for name, has in unused.items() if has
+            ]
+        if self.position != "rope" or "attention" not in self.layer_kinds:
+            return ["rope_scaling = 'yarn': needs attention layers with position = 'rope'"]
+        found = []
+        if not self.rope_theta > 1:
+            found.append(f"rope_theta = {self.rope_theta}: must be above 1 for rope_scaling = 'yarn'")
+        if not 1 <= self.rope_factor < math.inf:
+            found.append(f"rope_factor = {self.rope_factor}: must be a number of at least 1")
+        if self.rope_original_context < 7:
+            found.append(
+                f"rope_original_context = {self.rope_original_context}: must be at least 7 tokens, in which the "
+                "fastest channel turns once"
+            )
         return found
 
     def scales_queries(self, kind: str) -> bool:

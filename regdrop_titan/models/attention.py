@@ -224,6 +224,7 @@ class Attention(nn.Module):
         self.position = "nope" if kind == "nope" else args.position
         self.window = None if kind == "nope" else args.sliding_window
         self.rope_theta = args.rope_theta
+        self.yarn = args.yarn
         self.head_dim = args.dim // args.n_heads
         self.n_heads = args.n_heads  # of this rank, see shard_heads
         self.n_kv_heads = args.n_kv_heads
@@ -251,7 +252,7 @@ class Attention(nn.Module):
         window = None if self.window is None or self.window >= seq_len else self.window
         context = AttentionContext(window=window, documents=documents)
         if self.position == "rope":
-            context.rotary = rotary_table(seq_len, self.head_dim, self.rope_theta, device)
+            context.rotary = rotary_table(seq_len, self.head_dim, self.rope_theta, device, self.yarn)
         if self.scaling is not None:
             context.log_n = torch.arange(2, seq_len + 2, device=device, dtype=torch.float32).log()
             if self.slopes is not None and self.scaled_heads_only_nope:
@@ -277,7 +278,7 @@ class Attention(nn.Module):
         assert reading is not None
         context = AttentionContext(cache=cache, place=place)
         if self.position == "rope":
-            context.rotary = rotary_at(reading.positions, self.head_dim, self.rope_theta)
+            context.rotary = rotary_at(reading.positions, self.head_dim, self.rope_theta, self.yarn)
         if self.scaling is not None:
             context.log_n = (reading.positions + 2).float().log()
             if self.slopes is not None and self.scaled_heads_only_nope:

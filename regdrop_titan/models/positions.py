@@ -6,6 +6,7 @@ caches are keyed by length, window, slopes and device.
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,21 +80,58 @@ def slope_tensor(slopes: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
+class Yarn(NamedTuple):
+    """YaRN (Peng et al., arXiv 2309.00071): rotary positions for `factor` times the context they were trained on."""
+
+    factor: float  # s, at least 1
+    original_context: int  # tokens
+
+    BETA_FAST = 32.0  # turns over the original context from which on a channel is left alone
+    BETA_SLOW = 1.0  # below so many it is interpolated
+
+    @property
+    def temperature(self) -> float:
+        """`0.1 ln(s) + 1`, of cos and sin, so that its square multiplies the scores."""
+        return 0.1 * math.log(self.factor) + 1.0
+
+
+def rotary_frequencies(head_dim: int, theta: float, yarn: Yarn | None, device: torch.device) -> Tensor:
+    """Radians a token of each pair of channels c, `theta^(-2c/head_dim)`: (head_dim/2,) fp64.
+
+    With YaRN's NTK-by-parts they are divided by the factor, less so the more turns a pair makes over the original
+    context: a ramp over the channels between those of 1 and of 32 turns, its ends rounded outwards to whole channels,
+    as in the authors' code.
+    """
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
+    if yarn is None:
+        return frequencies
+
+    def channel(turns: float) -> float:
+        return head_dim * math.log(yarn.original_context / (2 * math.pi * turns)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(channel(yarn.BETA_FAST)), 0), min(math.ceil(channel(yarn.BETA_SLOW)), head_dim - 1)
+    channels = torch.arange(head_dim // 2, device=device, dtype=torch.float64)
+    interpolated = ((channels - low) / max(high - low, 0.001)).clamp(0, 1)
+    return frequencies * (1 - interpolated + interpolated / yarn.factor)
+
+
 @functools.lru_cache(maxsize=8)
-def rotary_table(seq_len: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and signed sin, each (S, head_dim) fp32, of the rotary angles `i theta^(-2c/head_dim)`.
+def rotary_table(
+    seq_len: int, head_dim: int, theta: float, device: torch.device, yarn: Yarn | None = None
+) -> tuple[Tensor, Tensor]:
+    """cos and signed sin, each (S, head_dim) fp32, of the rotary angles `i theta^(-2c/head_dim)`, or YaRN's.
 
     Both halves of the channels have the same angles; sin is negative in the first half, so that
     `x cos + roll(x, head_dim/2) sin` is the rotation.
     """
-    return rotary_at(torch.arange(seq_len, device=device), head_dim, theta)
+    return rotary_at(torch.arange(seq_len, device=device), head_dim, theta, yarn)
 
 
-def rotary_at(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def rotary_at(positions: Tensor, head_dim: int, theta: float, yarn: Yarn | None = None) -> tuple[Tensor, Tensor]:
     """The same at any positions (...), each (..., head_dim)."""
-    channels = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64)
-    angles = positions.double()[..., None] * theta ** (-channels / head_dim)
-    cos, sin = angles.cos().float(), angles.sin().float()
+    angles = positions.double()[..., None] * rotary_frequencies(head_dim, theta, yarn, positions.device)
+    temperature = 1.0 if yarn is None else yarn.temperature
+    cos, sin = (angles.cos() * temperature).float(), (angles.sin() * temperature).float()
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from regdrop_titan.checkpoints import CheckpointError, load_model
-from regdrop_titan.checkpoints.huggingface import export_huggingface, import_huggingface
+from regdrop_titan.checkpoints.huggingface import check_readable_in_parts, export_huggingface, import_huggingface
 from regdrop_titan.config import ConfigError, load_config
 from regdrop_titan.models import build_model
 
@@ -135,7 +135,20 @@ def test_what_attention_models_are_refused_for(tmp_path):
 
     types = ["full_attention"] * 3 + ["sliding_attention"]
     refused("layer_types .the window must be on", use_sliding_window=True, sliding_window=8, layer_types=types)
-    refused("not supported: rope_scaling", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4})
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    refused("not supported: rope_scaling of type 'linear'", rope_parameters=yarn | {"rope_type": "linear"})
+    refused("not supported: rope_scaling of type 'llama3'", rope_parameters=None, rope_scaling={"type": "llama3"})
+    for key, value in {"factor": None, "beta_fast": 16, "beta_slow": 2.0, "truncate": False}.items():
+        refused(f"not supported: rope_scaling.{key}", rope_parameters=yarn | {key: value})
+    refused(
+        r"not supported: rope_scaling.attention_factor .other than 1.13863.",
+        rope_parameters=yarn | {"attention_factor": 1.0},
+    )
+    refused("not supported: rope_scaling.mscale", rope_parameters=yarn | {"mscale": 1.0, "mscale_all_dim": 0.7})
+    refused(
+        "rope_original_context = 0: must be at least 7", rope_parameters=yarn | {"original_max_position_embeddings": 0}
+    )
+    refused("not supported: partial_rotary_factor", rope_parameters=yarn | {"partial_rotary_factor": 0.5})
     refused("not supported: quantization_config", quantization_config={"quant_method": "fp8"})
     refused("not supported: no_rope_layers", no_rope_layers=[1, 1, 0])
     refused(
@@ -308,6 +321,18 @@ def test_folders_that_cannot_be_read_in_parts(tmp_path):
     path[1] = str(tmp_path / "again")
     (fault,) = faults(*path, "--checkpoint.last_save_in_hf", "--architecture.attention", "entmax15")
     assert fault.startswith("checkpoint.last_save_in_hf: the format has no place for attention = 'entmax15'")
+
+
+def test_yarn_may_be_new_to_a_folder_but_not_another(tmp_path):
+    """Of one that is read in parts: continued pre-training may begin with it."""
+    yarn = {"rope_scaling": "yarn", "rope_factor": 2.0, "rope_original_context": 64}
+    plain, scaled = (build_model("smollm3", "debug", **ATTENTION, **options) for options in ({}, yarn))
+    export_huggingface(plain, tmp_path / "plain")
+    export_huggingface(scaled, tmp_path / "scaled")
+    check_readable_in_parts(tmp_path / "plain", scaled.args)
+    check_readable_in_parts(tmp_path / "scaled", scaled.args)
+    with pytest.raises(CheckpointError, match=r"rope scaling is None, of the folder's model Yarn.factor=2.0"):
+        check_readable_in_parts(tmp_path / "scaled", plain.args)
 
 
 def test_from_a_folder_through_training_to_a_folder(transformers, tmp_path, packed, script):

@@ -54,6 +54,9 @@ def test_unusable_checkpoints_are_named(run, tmp_path):
     next((folder / "checkpoint/step-5").glob("*.distcp")).unlink()
     with pytest.raises(CheckpointError, match=r"__0_0.distcp: missing, .metadata names it"):
         load_model(folder / "checkpoint/step-5")
+    (folder / "config.json").write_text(json.dumps({"model_args": {"depth": 3, "dim": 32}}))
+    with pytest.raises(CheckpointError, match=r"config.json: unknown model arguments: depth"):
+        load_model(folder / "checkpoint/step-10")
     (folder / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="no model_args"):
         load_model(folder / "checkpoint")

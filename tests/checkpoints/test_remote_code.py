@@ -24,6 +24,11 @@ MODELS = {
         {"layers": "attention,nope", "sliding_window": 5, "scaling": "adaptive", "scaling_init": "identity",
          "eval_scale": [1.0, 0.9, 0.7, 0.8], "scale_placement": "block"},
     ),
+    "rope_yarn_ssmax": (
+        "nape_llama3",
+        {"position": "rope", "rope_theta": 100.0, "rope_scaling": "yarn", "rope_factor": 4.0,
+         "rope_original_context": 7, "scaling": "ssmax"},
+    ),
     "alibi_ssmax": ("nape_llama3", {"position": "alibi", "sliding_window": 6, "scaling": "ssmax"}),
 }  # fmt: skip
 
@@ -198,7 +203,10 @@ def test_what_is_refused(tmp_path):
 
     refused("config.json: slopes, logits_divisor: not as its `regdrop_arguments`", slopes=[1.0] * 4, logits_divisor=2.0)
     refused("has no `regdrop_arguments`", regdrop_arguments=None)
-    refused(r"unknown regdrop_arguments: depth", regdrop_arguments=config["regdrop_arguments"] | {"depth": 3})
+    refused(
+        r"regdrop_arguments: unknown model arguments: depth",
+        regdrop_arguments=config["regdrop_arguments"] | {"depth": 3},
+    )
     refused("must divide n_heads = 4", regdrop_arguments=config["regdrop_arguments"] | {"n_kv_heads": 3})
     assert not (tmp_path / "run").exists()
 

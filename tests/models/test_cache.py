@@ -13,6 +13,8 @@ MODELS = {
     "rope": ("nape_llama3", {**SMALL, "position": "rope"}),
     "nope": ("nape_llama3", {**SMALL, "position": "nope"}),
     "alibi window": ("nape_llama3", {**SMALL, "position": "alibi", "slopes": "press", "sliding_window": 5}),
+    "yarn": ("nape_llama3", {**SMALL, "position": "rope", "rope_scaling": "yarn", "rope_factor": 4.0,
+                             "rope_original_context": 16}),
     "rope window": ("nape_llama3", {**SMALL, "position": "rope", "sliding_window": 1}),
     "nape documents": ("nape_llama3", {**SMALL, "document_mask": True, "eos_id": 3}),
     "adaptive": ("nape_llama3", {**SMALL, "scaling": "adaptive", "scaled_heads": "nope"}),

@@ -1,7 +1,7 @@
 """What a weight format of Hugging Face is: how its configuration and tensors read in ours, and back."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,14 @@ def refuse(refused: dict[str, Any], where: Path) -> None:
     """Raise CheckpointError naming the keys whose value is true."""
     if wrong := [key for key, bad in refused.items() if bad]:
         raise CheckpointError(f"{where}: not supported: {', '.join(wrong)}")
+
+
+def args_from_json(saved: dict[str, Any], where: str) -> DecoderArgs:
+    """Our arguments as a JSON file holds them, fields that it lacks at their defaults. Raises CheckpointError."""
+    known = {field.name for field in fields(DecoderArgs)}
+    if unknown := set(saved) - known:
+        raise CheckpointError(f"{where}: unknown model arguments: {', '.join(sorted(unknown))}")
+    return DecoderArgs(**saved)
 
 
 def check_args(args: DecoderArgs, where: Path) -> DecoderArgs:

@@ -12,12 +12,14 @@ SmolLM3's `no_rope_layers` has 1 where RoPE is *used*. Left alone, its configura
 layers, the reverse of ours: so `layer_types` is always written out.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...models import DecoderArgs, flavor_args
+from ...models.positions import Yarn
 from .base import Format, Tensors, check_args, fault_of_factors, ids_and_dtype, refuse
 
 OF_MODEL = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
@@ -66,15 +68,47 @@ def _theta(config: dict[str, Any]) -> float:
     return (config.get("rope_parameters") or config)["rope_theta"]
 
 
+def _rotation(config: dict[str, Any]) -> dict[str, Any]:
+    """What scales the rotary positions; transformers has had two names for it, and for its type."""
+    rotation = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return {**rotation, "rope_type": rotation.get("rope_type", rotation.get("type", "default"))}
+
+
+def _yarn_args(config: dict[str, Any], rotation: dict[str, Any], where: Path) -> dict[str, Any]:
+    """Our arguments of YaRN, of which only the paper's numbers can be had. Raises CheckpointError."""
+    factor, temperature = rotation.get("factor"), rotation.get("attention_factor")
+    refuse(
+        {
+            "rope_scaling.factor (no number of at least 1)": not isinstance(factor, (int, float)) or factor < 1,
+            "rope_scaling.beta_fast (other than 32)": (rotation.get("beta_fast") or Yarn.BETA_FAST) != Yarn.BETA_FAST,
+            "rope_scaling.beta_slow (other than 1)": (rotation.get("beta_slow") or Yarn.BETA_SLOW) != Yarn.BETA_SLOW,
+            "rope_scaling.truncate": not rotation.get("truncate", True),
+            "rope_scaling.mscale": rotation.get("mscale") and rotation.get("mscale_all_dim"),
+        },
+        where,
+    )
+    original = config.get("original_max_position_embeddings") or rotation.get("original_max_position_embeddings")
+    yarn = Yarn(float(factor), int(original or config.get("max_position_embeddings") or 0))  # type: ignore[arg-type]
+    given = temperature is not None and not math.isclose(temperature, yarn.temperature, rel_tol=1e-6)
+    refuse({f"rope_scaling.attention_factor (other than {yarn.temperature:.6g})": given}, where)
+    return {
+        "rope_scaling": "yarn", "rope_factor": yarn.factor, "rope_original_context": yarn.original_context,
+    }  # fmt: skip
+
+
 def _args_of(config: dict[str, Any], where: Path, family: str, **more: Any) -> DecoderArgs:
     heads = config["num_attention_heads"]
-    rotation = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rotation = _rotation(config)
     refuse(
         {
             "hidden_act": config.get("hidden_act", "silu") != "silu",
             "mlp_bias": config.get("mlp_bias", False) != config.get("attention_bias", False),
             "head_dim": config.get("head_dim") not in (None, config["hidden_size"] // heads),
-            "rope_scaling": rotation.get("rope_type", rotation.get("type", "default")) != "default",
+            f"rope_scaling of type {rotation['rope_type']!r}": rotation["rope_type"] not in ("default", "yarn"),
+            "partial_rotary_factor": (
+                rotation.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+            )
+            != 1.0,
             "quantization_config": config.get("quantization_config"),
         },
         where,
@@ -86,6 +120,8 @@ def _args_of(config: dict[str, Any], where: Path, family: str, **more: Any) -> D
         "rope_theta": float(_theta(config)), "tied_embeddings": config.get("tie_word_embeddings", False),
         "bias": config.get("attention_bias", False),
     }  # fmt: skip
+    if rotation["rope_type"] == "yarn":
+        theirs |= _yarn_args(config, rotation, where)
     return check_args(flavor_args(family, "debug", **(theirs | more)), where)
 
 
@@ -122,9 +158,20 @@ def _common(args: DecoderArgs, dtype: torch.dtype) -> dict[str, Any]:
         "intermediate_size": args.ffn_dim, "vocab_size": args.vocab_size, "hidden_act": "silu",
         "rms_norm_eps": args.norm_eps, "tie_word_embeddings": args.tied_embeddings, "attention_bias": args.bias,
         "mlp_bias": args.bias, "attention_dropout": 0.0, "rope_theta": args.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": args.rope_theta},
-        **ids_and_dtype(args, dtype),
+        **_rotation_of(args), **ids_and_dtype(args, dtype),
     }  # fmt: skip
+
+
+def _rotation_of(args: DecoderArgs) -> dict[str, Any]:
+    if args.yarn is None:
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": args.rope_theta}}
+    yarn = args.yarn
+    rotation = {
+        "rope_type": "yarn", "rope_theta": args.rope_theta, "factor": yarn.factor,
+        "original_max_position_embeddings": yarn.original_context, "beta_fast": yarn.BETA_FAST,
+        "beta_slow": yarn.BETA_SLOW, "attention_factor": yarn.temperature,
+    }  # fmt: skip
+    return {"rope_parameters": rotation, "max_position_embeddings": round(yarn.factor * yarn.original_context)}
 
 
 def _config_llama(args: DecoderArgs, dtype: torch.dtype) -> dict[str, Any]:

@@ -5,6 +5,7 @@ It reads torch and transformers alone: `AutoModelForCausalLM.from_pretrained(FOL
 A pre-norm decoder: every layer adds attention, then a feed-forward, each by a factor; all numbers are in the config.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -27,6 +28,7 @@ class RegDropConfig(PreTrainedConfig):
         layer_kinds: of each layer, "attention", or "nope": without positions and without a window.
         slopes: m_h of each query head's bias `-m_h (i - j)`, 0 for none. None: no head has one.
         rotary_theta: base of the rotary embedding, of halves of a head. None: there is none.
+        rotary_yarn: YaRN's factor and original context (arXiv 2309.00071). None: the rotary positions as they are.
         attention_window: keys that a query sees, its own included. None: all. (Not `sliding_window`, by which the
             library's caches would drop keys that "nope" layers need.)
         attention_multiplier: of the scores.
@@ -56,6 +58,7 @@ class RegDropConfig(PreTrainedConfig):
         layer_kinds: list[str] | None = None,
         slopes: list[float] | None = None,
         rotary_theta: float | None = None,
+        rotary_yarn: tuple[float, int] | None = None,
         attention_window: int | None = None,
         attention_multiplier: float = 0.25,
         scaling: str = "none",
@@ -86,6 +89,7 @@ class RegDropConfig(PreTrainedConfig):
         self.layer_kinds = layer_kinds or ["attention"] * num_hidden_layers
         self.slopes = slopes
         self.rotary_theta = rotary_theta
+        self.rotary_yarn = rotary_yarn
         self.attention_window = attention_window
         self.attention_multiplier = attention_multiplier
         self.scaling = scaling
@@ -112,12 +116,30 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def yarn_scaling(head_dim: int, theta: float, factor: float, original_context: int) -> tuple[list[float], float]:
+    """YaRN's factor of each pair of channels' frequency, and that of cos and sin: a ramp from 1 to 1/factor between the
+    pairs that turn 32 times and once over the original context."""
+
+    def pair(turns: float) -> float:
+        return head_dim * math.log(original_context / (2 * math.pi * turns)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(pair(32.0)), 0), min(math.ceil(pair(1.0)), head_dim - 1)
+    ramp = [min(max((c - low) / max(high - low, 0.001), 0.0), 1.0) for c in range(head_dim // 2)]
+    return [1 - share + share / factor for share in ramp], 0.1 * math.log(factor) + 1.0
+
+
+def rotary_table(
+    positions: Tensor, head_dim: int, theta: float, yarn: tuple[float, int] | None
+) -> tuple[Tensor, Tensor]:
     """cos and signed sin at positions (B or 1, S): each (B or 1, 1, S, head_dim) fp32. sin is negative in the first
     half, so that `x cos + roll(x, head_dim/2) sin` is the rotation."""
     channels = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64)
-    angles = positions[:, None, :, None].double() * theta ** (-channels / head_dim)
-    cos, sin = angles.cos().float(), angles.sin().float()
+    frequencies, temperature = theta ** (-channels / head_dim), 1.0
+    if yarn is not None:
+        scales, temperature = yarn_scaling(head_dim, theta, *yarn)
+        frequencies = frequencies * torch.tensor(scales, device=positions.device, dtype=torch.float64)
+    angles = positions[:, None, :, None].double() * frequencies
+    cos, sin = (angles.cos() * temperature).float(), (angles.sin() * temperature).float()
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
@@ -337,7 +359,7 @@ class RegDropModel(RegDropPreTrainedModel):
         rotary = None
         if positional and config.rotary_theta is not None:
             head_dim = config.hidden_size // config.num_attention_heads
-            rotary = rotary_table(position_ids, head_dim, config.rotary_theta)
+            rotary = rotary_table(position_ids, head_dim, config.rotary_theta, config.rotary_yarn)
         plain = slopes is None and window is None and padding is None and (past == 0 or S == 1)
         bias = None
         if not plain or config._attn_implementation == "eager":

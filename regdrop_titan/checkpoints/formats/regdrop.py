@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from ...models import Decoder, DecoderArgs
 from ...models.positions import head_slopes
 from ..safety import CheckpointError
-from .base import Format, Tensors, check_args, ids_and_dtype
+from .base import Format, Tensors, args_from_json, check_args, ids_and_dtype
 from .llama import OF_LAYER, their_name
 
 ARGUMENTS = "regdrop_arguments"  # not `decoder`, which is a configuration to transformers
@@ -57,6 +57,7 @@ def _numbers(args: DecoderArgs) -> dict[str, Any]:
         "num_key_value_heads": args.n_kv_heads, "intermediate_size": args.ffn_dim, "vocab_size": args.vocab_size,
         "layer_kinds": args.layer_kinds, "slopes": None if slopes is None else list(slopes),
         "rotary_theta": args.rope_theta if args.position == "rope" else None, "attention_window": args.sliding_window,
+        "rotary_yarn": None if args.yarn is None else list(args.yarn),
         "attention_multiplier": head_dim**-0.5 if args.score_scale is None else args.score_scale,
         "scaling": args.scaling, "scaled_layers": [args.scales_queries(kind) for kind in args.layer_kinds],
         "scaled_heads": [not only_nope or slope == 0 for slope in slopes or [0.0] * args.n_heads],
@@ -82,10 +83,7 @@ def _args(config: dict[str, Any], where: Path) -> DecoderArgs:
     saved = config.get(ARGUMENTS)
     if saved is None:
         raise CheckpointError(f"{where}: config.json has no `{ARGUMENTS}`")
-    known = {field.name for field in dataclasses.fields(DecoderArgs)}
-    if unknown := set(saved) - known:
-        raise CheckpointError(f"{where}: config.json: unknown {ARGUMENTS}: {', '.join(sorted(unknown))}")
-    args = check_args(DecoderArgs(**saved), where)
+    args = check_args(args_from_json(saved, f"{where}: config.json: {ARGUMENTS}"), where)
     # the two were written together: one that was changed alone would make another model here than there
     numbers = _numbers(args)
     if other := [key for key, value in numbers.items() if config.get(key) != value]:
