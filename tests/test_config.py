@@ -4,6 +4,7 @@ import pytest
 
 from regdrop_titan.config import ConfigError, load_config, model_args
 from regdrop_titan.models import FAMILIES
+from regdrop_titan.models.positions import Yarn
 
 from .packed_sets import write_packed
 
@@ -272,7 +273,7 @@ def test_every_architecture_key_reaches_the_model(key, value):
 def test_yarn_reaches_the_model_whole_or_is_refused():
     options = {"position": "rope", "rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_context": 64}
     args = [arg for key, value in options.items() for arg in (f"--architecture.{key}", str(value))]
-    assert model_args(load_config(args)).yarn == (4.0, 64)
+    assert model_args(load_config(args)).yarn == Yarn(4.0, 64)
     assert faults(["--architecture.rope_factor", "4"]) == [
         "architecture.rope_factor = 4.0: needs rope_scaling = 'yarn'"
     ]

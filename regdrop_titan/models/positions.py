@@ -6,7 +6,8 @@ caches are keyed by length, window, slopes and device.
 
 import functools
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -80,14 +81,15 @@ def slope_tensor(slopes: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
-class Yarn(NamedTuple):
+@dataclass(frozen=True)
+class Yarn:
     """YaRN (Peng et al., arXiv 2309.00071): rotary positions for `factor` times the context they were trained on."""
 
     factor: float  # s, at least 1
     original_context: int  # tokens
 
-    BETA_FAST = 32.0  # turns over the original context from which on a channel is left alone
-    BETA_SLOW = 1.0  # below so many it is interpolated
+    BETA_FAST: ClassVar = 32.0  # turns over the original context from which on a channel is left alone
+    BETA_SLOW: ClassVar = 1.0  # below so many it is interpolated
 
     @property
     def temperature(self) -> float:

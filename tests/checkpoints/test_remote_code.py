@@ -110,6 +110,29 @@ def test_logits(load, exported, attention):
 
 
 @torch.no_grad()
+def test_long_prompts_are_attended_to_in_blocks(load, tmp_path, monkeypatch):
+    """Of one query each, and of several, after a cache and with padding too: the bias is never larger than allowed."""
+    model = make("alibi_ssmax")  # with a window, and keys of several heads
+    export_huggingface(model, tmp_path / "hf")
+    theirs = load(tmp_path / "hf")
+    module = sys.modules[type(theirs).__module__]
+    sizes, whole = [], module.attention_bias
+    monkeypatch.setattr(module, "attention_bias", lambda *args: sizes.append((b := whole(*args)).numel()) or b)
+    tokens = tokens_of(2, 24)
+    ours = model(tokens)
+    mask = torch.ones(2, 24, dtype=torch.int64)
+    mask[1, :7] = 0
+    for numbers, blocks in ((1, 24), (1500, 4), (4608, 1)):  # 192 numbers a query
+        monkeypatch.setattr(module, "BIAS_NUMBERS", numbers)
+        sizes.clear()
+        close(theirs(tokens).logits, ours)
+        assert len(sizes) == (4 * blocks if blocks > 1 else 1) and max(sizes) <= max(numbers, 192)
+        output = theirs(tokens[:, :11], use_cache=True)
+        close(theirs(tokens[:, 11:], past_key_values=cache_of(output)).logits, ours[:, 11:])
+        close(theirs(tokens, attention_mask=mask).logits[1, 7:], model(tokens[1:, 7:])[0])
+
+
+@torch.no_grad()
 def test_generate(load, exported):
     """Greedy generation is the argmax of our own full forwards, in a left-padded batch too; sampling runs."""
     model, folder = exported

@@ -71,7 +71,7 @@ def test_a_model_with_yarn_comes_in_and_goes_out(tmp_path, name):
             parameter.normal_(std=0.1)
     theirs.save_pretrained(tmp_path / "theirs")
     args, _ = read_args(tmp_path / "theirs")
-    assert args.yarn == (8.0, 16) and read_context(tmp_path / "theirs", args) == 16
+    assert args.yarn == Yarn(8.0, 16) and read_context(tmp_path / "theirs", args) == 16
     tokens = torch.randint(0, 97, (2, 128), generator=torch.Generator().manual_seed(0))
     wanted = theirs(tokens).logits
     ours = load_huggingface(tmp_path / "theirs")

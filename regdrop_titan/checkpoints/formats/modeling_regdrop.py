@@ -8,6 +8,7 @@ A pre-norm decoder: every layer adds attention, then a feed-forward, each by a f
 import math
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
+
+BIAS_NUMBERS = 2**28  # of one bias, 1 GiB: where queries times keys are more, queries are attended to in blocks
 
 # transformers called the cache `past_key_values` in calls and outputs, later `cache`
 CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"
@@ -149,21 +152,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attention_bias(
-    slopes: list[float] | None, window: int | None, past: int, seq_len: int, attention_mask: Tensor | None, device
+    slopes: list[float] | None, window: int | None, attention_mask: Tensor | None, device: Any, past: int, n: int
 ) -> Tensor:
-    """What is added to the scores of the queries after `past` keys: (B or 1, H or 1, S, past + S).
+    """What is added to the scores of the n queries after `past` keys: (B or 1, H or 1, n, past + n).
 
     `-m_h (i - j)` where a query sees a key, -inf elsewhere; fp32, since bf16 cannot hold distances past 256. Padding
     is on one side, so that places in the batch are as far from each other as positions.
     """
-    keys = torch.arange(past + seq_len, device=device)
-    distance = keys[past:, None] - keys  # (S, past + S): i - j
+    keys = torch.arange(past + n, device=device)
+    distance = keys[past:, None] - keys  # (n, past + n): i - j
     seen = distance >= 0
     if window is not None:
         seen = seen & (distance < window)
     seen = seen[None, None]
     if attention_mask is not None:  # a padding token sees itself: without any key it would be NaN
-        seen = seen & (attention_mask[:, None, None, :].bool() | (distance == 0))
+        seen = seen & (attention_mask[:, None, None, : past + n].bool() | (distance == 0))
     slope = torch.tensor([0.0] if slopes is None else slopes, device=device)
     return torch.where(seen, -slope[:, None, None] * distance.float(), -torch.inf)
 
@@ -222,7 +225,13 @@ class RegDropAttention(nn.Module):
         self.scaling = RegDropQueryScaling(config) if config.scaled_layers[layer] else None
 
     def forward(
-        self, x: Tensor, bias: Tensor | None, rotary: tuple[Tensor, Tensor] | None, log_n: Tensor, cache: Any
+        self,
+        x: Tensor,
+        bias_of: Callable[..., Tensor] | None,
+        rows: int,
+        rotary: tuple[Tensor, Tensor] | None,
+        log_n: Tensor,
+        cache: Any,
     ) -> Tensor:
         B, S, d = x.shape
         H, H_kv = self.config.num_attention_heads, self.config.num_key_value_heads
@@ -237,8 +246,18 @@ class RegDropAttention(nn.Module):
             k, v = cache.update(k, v, self.layer)
         if H_kv < H:
             k, v = (t.repeat_interleave(H // H_kv, dim=1) for t in (k, v))
-        attend = ATTENTION[self.config._attn_implementation]
-        out = attend(q, k, v, bias, self.config.attention_multiplier)
+        attend, scale = ATTENTION[self.config._attn_implementation], self.config.attention_multiplier
+        if bias_of is None:
+            out = attend(q, k, v, None, scale)
+        else:
+            past, blocks = k.shape[2] - S, []
+            for start in range(0, S, rows):
+                queries = q[:, :, start : start + rows]
+                n = queries.shape[2]
+                seen = past + start + n  # keys of the block's last query
+                bias = bias_of(past + start, n)
+                blocks.append(attend(queries, k[:, :, :seen], v[:, :, :seen], bias, scale))
+            out = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
         return self.o_proj(out.transpose(1, 2).reshape(B, S, d))
 
 
@@ -339,7 +358,10 @@ class RegDropModel(RegDropPreTrainedModel):
             else:
                 position_ids = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, past:]
         padding = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
-        contexts = {kind: self.context(kind, past, position_ids, padding) for kind in set(self.config.layer_kinds)}
+        rows = max(1, BIAS_NUMBERS // (x.shape[0] * self.config.num_attention_heads * (past + S)))
+        contexts = {
+            kind: self.context(kind, past, position_ids, padding, rows) for kind in set(self.config.layer_kinds)
+        }
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states = [x]
         for kind, layer in zip(self.config.layer_kinds, self.layers, strict=True):
@@ -350,8 +372,8 @@ class RegDropModel(RegDropPreTrainedModel):
             last_hidden_state=x, hidden_states=(*states[:-1], x) if wanted else None, **{CACHE: cache}
         )
 
-    def context(self, kind: str, past: int, position_ids: Tensor, padding: Tensor | None) -> dict[str, Any]:
-        """What attention layers of a kind read beside their input and cache."""
+    def context(self, kind: str, past: int, position_ids: Tensor, padding: Tensor | None, rows: int) -> dict[str, Any]:
+        """What attention layers of a kind read beside their input and cache. `rows`: queries of a block."""
         config, S = self.config, position_ids.shape[1]
         positional = kind != "nope"
         slopes = config.slopes if positional else None
@@ -361,10 +383,13 @@ class RegDropModel(RegDropPreTrainedModel):
             head_dim = config.hidden_size // config.num_attention_heads
             rotary = rotary_table(position_ids, head_dim, config.rotary_theta, config.rotary_yarn)
         plain = slopes is None and window is None and padding is None and (past == 0 or S == 1)
-        bias = None
+        bias_of = None
         if not plain or config._attn_implementation == "eager":
-            bias = attention_bias(slopes, window, past, S, padding, position_ids.device)
-        return {"bias": bias, "rotary": rotary, "log_n": (position_ids + 2).float().log()}
+            bias_of = partial(attention_bias, slopes, window, padding, position_ids.device)
+            if rows >= S:  # all at once, the same for every layer
+                bias = bias_of(past, S)
+                bias_of = lambda past, n: bias  # noqa: E731
+        return {"bias_of": bias_of, "rows": rows, "rotary": rotary, "log_n": (position_ids + 2).float().log()}
 
 
 class RegDropForCausalLM(RegDropPreTrainedModel, GenerationMixin):

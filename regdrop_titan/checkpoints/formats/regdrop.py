@@ -57,7 +57,7 @@ def _numbers(args: DecoderArgs) -> dict[str, Any]:
         "num_key_value_heads": args.n_kv_heads, "intermediate_size": args.ffn_dim, "vocab_size": args.vocab_size,
         "layer_kinds": args.layer_kinds, "slopes": None if slopes is None else list(slopes),
         "rotary_theta": args.rope_theta if args.position == "rope" else None, "attention_window": args.sliding_window,
-        "rotary_yarn": None if args.yarn is None else list(args.yarn),
+        "rotary_yarn": None if args.yarn is None else [args.rope_factor, args.rope_original_context],
         "attention_multiplier": head_dim**-0.5 if args.score_scale is None else args.score_scale,
         "scaling": args.scaling, "scaled_layers": [args.scales_queries(kind) for kind in args.layer_kinds],
         "scaled_heads": [not only_nope or slope == 0 for slope in slopes or [0.0] * args.n_heads],
