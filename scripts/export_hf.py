@@ -8,15 +8,35 @@ from pathlib import Path
 import torch
 
 from regdrop_titan.checkpoints import CheckpointError, load_model
+from regdrop_titan.checkpoints.hf_tokenizer import write_tokenizer
 from regdrop_titan.checkpoints.huggingface import (
     CHECK_TOLERANCE,
     check_export,
     check_transformers,
     export_huggingface,
 )
+from regdrop_titan.data.packed import DataError
+from regdrop_titan.data.tokenizers import TiktokenTokenizer, Tokenizer, load_tokenizer
 from regdrop_titan.signals import interruptible
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+# of a tokenizer that is copied as it is
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+# in a path, HELMET takes them for the name of a model behind an API
+API_NAMES = ("gpt", "claude", "gemini", "togetherapi")
+
+
+def has_configuration(tokenizer: Path) -> bool:
+    return (tokenizer / "tokenizer.json").is_file() and (tokenizer / "tokenizer_config.json").is_file()
+
+
+def put_tokenizer(name: str, tokenizer: Tokenizer, folder: Path) -> None:
+    """Lay a tokenizer's files beside the weights: a folder's own, or those that give our ids."""
+    if not has_configuration(Path(name)):
+        write_tokenizer(tokenizer, folder)
+        return
+    for file in TOKENIZER_FILES:
+        if (Path(name) / file).exists():
+            shutil.copy(Path(name) / file, folder / file)
 
 
 def main() -> int:
@@ -26,7 +46,12 @@ def main() -> int:
     parser.add_argument("--checkpoint", required=True, help="…/checkpoint/step-N, or …/checkpoint for the newest")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new or empty")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of the weights")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="copy its files beside the weights")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="put beside the weights: a folder that has a tokenizer_config.json as it is; another folder, a file or "
+        "'bytes' as files for AutoTokenizer that give the ids of our data",
+    )
     parser.add_argument(
         "--check",
         action="store_true",
@@ -35,21 +60,30 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     try:
-        files = (
-            [] if arguments.tokenizer is None else [f for f in TOKENIZER_FILES if (arguments.tokenizer / f).exists()]
-        )
-        if arguments.tokenizer is not None and not files:
-            raise CheckpointError(f"--tokenizer {arguments.tokenizer}: has none of {', '.join(TOKENIZER_FILES)}")
+        tokenizer = None if arguments.tokenizer is None else load_tokenizer(arguments.tokenizer)
         if arguments.check:
-            check_transformers()
+            check_transformers("--check")
+        if isinstance(tokenizer, TiktokenTokenizer):
+            check_transformers(f"--tokenizer {arguments.tokenizer}, a tiktoken file,")
         model = load_model(arguments.checkpoint)
+        if tokenizer is not None and tokenizer.vocab_size > model.args.vocab_size:
+            raise CheckpointError(
+                f"--tokenizer {arguments.tokenizer}: has {tokenizer.vocab_size} tokens, the model's vocabulary "
+                f"{model.args.vocab_size}"
+            )
         dtype = getattr(torch, arguments.dtype)
         export_huggingface(model, arguments.output, dtype)
-    except CheckpointError as error:
+    except (CheckpointError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for name in files:
-        shutil.copy(arguments.tokenizer / name, arguments.output / name)
+    if tokenizer is not None:
+        put_tokenizer(arguments.tokenizer, tokenizer, arguments.output)
+    if named := [name for name in API_NAMES if name in str(arguments.output.absolute())]:
+        print(
+            f"warning: {arguments.output.absolute()} has {named[0]!r} in it: HELMET would take it for a model behind "
+            "an API (docs/helmet.md)",
+            file=sys.stderr,
+        )
     print(f"wrote {arguments.output}: {model.args.n_parameters() / 1e6:,.1f} M parameters, {arguments.dtype}")
     if not arguments.check:
         return 0

@@ -221,10 +221,10 @@ def write_configuration(args: DecoderArgs, form: Format, folder: Path, dtype: to
     write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
 
 
-def check_transformers() -> None:
-    """Raise CheckpointError where `check_export` cannot run."""
+def check_transformers(what: str) -> None:
+    """Raise CheckpointError where `what` cannot be had for want of transformers."""
     if importlib.util.find_spec("transformers") is None:
-        raise CheckpointError("--check needs transformers, which is not installed (pip install 'transformers>=5')")
+        raise CheckpointError(f"{what} needs transformers, which is not installed (pip install 'transformers>=5')")
 
 
 @torch.no_grad()
