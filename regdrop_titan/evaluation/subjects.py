@@ -152,7 +152,8 @@ def huggingface_subject(
 
 
 def scale_positions(subject: Subject, factor: float) -> None:
-    """Let a model compute with YaRN for `factor` times its training context. Raises InputError where it cannot."""
+    """Let a model compute with YaRN for `factor` times its training context, and say so in its label. Raises InputError
+    where it cannot."""
     if subject.args.yarn is not None:
         raise InputError(f"{subject.label}: --rope-scaling: the model has {subject.args.yarn} already")
     args = dataclasses.replace(
@@ -161,6 +162,7 @@ def scale_positions(subject: Subject, factor: float) -> None:
     if faults := args.faults():
         raise InputError("\n".join(f"{subject.label}: --rope-scaling: {fault}" for fault in faults))
     subject.args = args
+    subject.label += f", YaRN {factor:g}x"
 
 
 def weights_sha256(model: Decoder) -> str:

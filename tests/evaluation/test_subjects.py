@@ -86,7 +86,7 @@ def test_yarn_on_a_checkpoint_and_on_a_folder(tmp_path):
         for subject in (huggingface_subject(tmp_path / "hf"), checkpoint_subject(tmp_path / "run")):
             scale_positions(subject, 4.0)
             assert torch.equal(subject.load()(tokens), wanted(tokens))
-            assert subject.args.yarn == Yarn(4.0, 16)
+            assert subject.args.yarn == Yarn(4.0, 16) and subject.label.endswith(", YaRN 4x")
 
 
 def test_its_tokenizer_and_packed_sets(tmp_path):
