@@ -383,7 +383,7 @@ class RegDropModel(RegDropPreTrainedModel):
             head_dim = config.hidden_size // config.num_attention_heads
             rotary = rotary_table(position_ids, head_dim, config.rotary_theta, config.rotary_yarn)
         plain = slopes is None and window is None and padding is None and (past == 0 or S == 1)
-        bias_of = None
+        bias_of: Callable[..., Tensor] | None = None
         if not plain or config._attn_implementation == "eager":
             bias_of = partial(attention_bias, slopes, window, padding, position_ids.device)
             if rows >= S:  # all at once, the same for every layer
