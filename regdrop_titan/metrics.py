@@ -185,6 +185,7 @@ class MetricsProcessor(titan_metrics.MetricsProcessor):
         self._interval = [0.0, 0.0]  # dense and saved FLOPs since the last log
         self._layer_dropout: dict[str, float] = {}
         self.extra: dict[str, float] = {}  # what the trainer adds to a step's record
+        self.moments: dict[str, float] = {}  # of the step, where they are measured
         self.last: dict[str, float] = {}  # loss and tokens of the last logged step
 
     def rewind(self, step: int) -> None:
@@ -233,8 +234,9 @@ class MetricsProcessor(titan_metrics.MetricsProcessor):
             self._interval = [0.0, 0.0]
         if self.json_lines is not None:
             self.json_lines.flops_per_token = dense_per_token
-            self.json_lines.extra = self._layer_dropout | self.extra
-        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+            self.json_lines.extra = self._layer_dropout | self.extra | self.moments
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics | self.moments)
+        self.moments = {}
         self.last = {"loss": global_avg_loss, "tokens": extra_metrics["n_tokens_seen"]}
         self.num_flops_per_token = dense_per_token
         if self._layer_dropout:

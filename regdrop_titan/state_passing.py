@@ -49,6 +49,11 @@ class PassedStates(Stateful):
         self.current = Passed(initial=self.states)
         return self.current
 
+    def again(self) -> Passed:
+        """For one more forward from where the last one started; what it leaves is not taken."""
+        assert self.current is not None
+        return Passed(initial=self.current.initial)
+
     def take(self) -> None:
         """Make what the last forward left the beginning of the next one."""
         assert self.current is not None and self.current.final.keys() == self.states.keys()

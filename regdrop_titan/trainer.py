@@ -27,6 +27,8 @@ from .config.resume import data_identity, differences, previous_config, write_co
 from .data.loader import Batch, TrainingLoader, eos_id
 from .data.mixture import Mixture
 from .data.packed import DataError
+from .evaluation.moments import as_metrics, measure_in_training
+from .evaluation.validation import reshard
 from .models.attention import engine
 from .models.positions import document_ids
 from .optimizers import build_optimizers
@@ -202,6 +204,32 @@ class Trainer(titan_train.Trainer):
                 return forward(chunk, *args, **kwargs)
 
             stage.forward_one_chunk = seeded
+
+    def measure_moments(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        """Of a micro-batch that has just been trained on, (B, S), with the weights and the seeds of that forward and
+        every layer kept, for this step's record."""
+        args = self.model_args
+        kwargs: dict[str, Any] = {"documents": document_ids(inputs, args.eos_id)} if args.document_mask else {}
+        if args.eval_scale is not None:
+            kwargs["scale"] = args.eval_scale  # in training too: layer dropout's scale is no matter of this
+
+        def forward() -> None:
+            if self.passed_states is not None:
+                kwargs["passed"] = self.passed_states.again()
+            if self.parallel_dims.pp_enabled:
+                first, last = self.pp_has_first_stage, self.pp_has_last_stage
+                with self.train_context():
+                    self.pp_schedule.eval(
+                        *((inputs,) if first else ()), **kwargs, target=labels if last else None, return_outputs=False
+                    )
+                return
+            self.seed_dropout()
+            with self.train_context(), self.maybe_enable_amp:
+                self.model_parts[0](inputs, **kwargs)
+
+        moments = measure_in_training(self.model_parts, forward, self.parallel_dims, self.gloo)
+        reshard(self.model_parts)
+        self.metrics_processor.moments = as_metrics(moments)
 
     # Layer dropout ---------------------------------------------------------------------------------------------
 
@@ -396,6 +424,9 @@ class Trainer(titan_train.Trainer):
         finally:
             self.loss_fn.denominator = None
         self.losses.append(loss.detach())
+        every, last = self.job_config.metrics.log_moments, self.gradient_accumulation_steps - 1
+        if every and self.step and self.step % every == 0 and self.micro_batch == last:
+            self.measure_moments(input_dict["input"], labels)
         if self.passed_states is not None and self.step:  # not of the made batch
             self.passed_states.take()
         return loss / self.replicas

@@ -3,6 +3,7 @@
     python scripts/evaluate.py position-loss --checkpoint outputs/RUN/checkpoint --data data/stdlib/long
     python scripts/evaluate.py depth --checkpoint outputs/RUN/checkpoint --data data/stdlib/validation
     python scripts/evaluate.py copying --checkpoint outputs/RUN/checkpoint
+    python scripts/evaluate.py moments --checkpoint outputs/RUN/checkpoint --data data/stdlib/validation
     python scripts/evaluate.py position-loss --hf SmolLM3-3B --rope-scaling yarn:4 --data data/books --output results
 
 Results are JSON and PNG files in --output (default: `evaluation` in the run's folder).
@@ -23,10 +24,10 @@ from regdrop_titan.evaluation.subjects import (
     scale_positions,
     unique_labels,
 )
-from regdrop_titan.evaluation.verbs import copying, depth, lm_eval, position_loss
+from regdrop_titan.evaluation.verbs import copying, depth, lm_eval, moments, position_loss
 from regdrop_titan.signals import interruptible
 
-VERBS = (position_loss, lm_eval, depth, copying)
+VERBS = (position_loss, lm_eval, depth, moments, copying)
 
 
 def find_subjects(arguments: argparse.Namespace) -> list[Subject]:

@@ -38,6 +38,7 @@ def validate(config: JobConfig, world_size: int | None = None) -> list[str]:
         faults += _export_faults(args)
     if config.training.state_passing and "mamba" not in args.layer_kinds:
         faults.append(f"training.state_passing = true: needs Mamba2 layers, the model has {args.layers!r}")
+    faults += _moments_faults(config)
     return faults + _copying_faults(config, args) + _unsupported(config) + _combination_faults(config)
 
 
@@ -75,6 +76,27 @@ def _copying_faults(config: JobConfig, args: DecoderArgs) -> list[str]:
     return faults
 
 
+def _moments_faults(config: JobConfig) -> list[str]:
+    every, log_freq, dropout = config.metrics.log_moments, config.metrics.log_freq, config.dropout
+    if every < 1:
+        return []
+    faults = []
+    if (dropout.placement == "none" or dropout.p == 0) and dropout.attention_p == 0:
+        faults.append(
+            f"metrics.log_moments = {every}: there is nothing to measure with dropout.placement = "
+            f"{dropout.placement!r} and dropout.p = {dropout.p}"
+        )
+    if log_freq >= 1 and every % log_freq:
+        faults.append(
+            f"metrics.log_moments = {every}: must be a multiple of metrics.log_freq = {log_freq}, at whose steps the "
+            "logs are written"
+        )
+    pipeline = config.parallelism
+    if pipeline.pipeline_parallel_degree > 1 and pipeline.pipeline_parallel_schedule == "ZBVZeroBubble":
+        faults.append(f"metrics.log_moments = {every}: torch's ZBVZeroBubble schedule has no working evaluation")
+    return faults
+
+
 def _range_faults(config: JobConfig) -> list[str]:
     """Values outside of their range. NaN fails every comparison, and so every bound."""
     at_least_one = [
@@ -92,6 +114,7 @@ def _range_faults(config: JobConfig) -> list[str]:
         "checkpoint.keep_latest_k",
         "checkpoint.keep_every",
         "training.seed",
+        "metrics.log_moments",
     ]
     at_least_zero += ["parametrization.base_batch_tokens", "parametrization.base_timescale"]
     above_zero = [

@@ -306,6 +306,13 @@ class Checkpoint(titan.Checkpoint):
 
 
 @dataclass
+class Metrics(titan.Metrics):
+    log_moments: int = 0
+    """Every so many steps log how far activation dropout moves mean and variance of each input projection's outputs,
+    as moments/variance/layers.3.attention.wq (LG fig. 3; docs/moments.md). A multiple of log_freq. 0: never."""
+
+
+@dataclass
 class JobConfig(titan.JobConfig):
     model: Model = field(default_factory=Model)
     architecture: Architecture = field(default_factory=Architecture)
@@ -315,6 +322,7 @@ class JobConfig(titan.JobConfig):
     training: Training = field(default_factory=Training)
     validation: Validation = field(default_factory=Validation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)
 
 
 def model_args(config: JobConfig) -> DecoderArgs:

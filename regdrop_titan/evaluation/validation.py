@@ -37,6 +37,14 @@ class LongDocuments:
         return {"input": self.documents[i][:-1], "labels": self.documents[i][1:]}
 
 
+def reshard(model_parts: list[nn.Module]) -> None:
+    """After forwards without a backward pass the last layers stay gathered, and cannot be saved so."""
+    for part in model_parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
 class Validator(BaseValidator):
     """Takes TorchTitan's arguments; `loss_fn` must return the sum over tokens."""
 
@@ -107,10 +115,7 @@ class Validator(BaseValidator):
         self.round(model_parts, step)
         for part in model_parts:
             part.train()
-            for module in part.modules():
-                if isinstance(module, FSDPModule):
-                    # without a backward pass the last layers stay gathered, and cannot be saved so
-                    module.reshard()
+        reshard(model_parts)
 
     @torch.no_grad()
     def round(self, model_parts: list[nn.Module], step: int) -> None:
