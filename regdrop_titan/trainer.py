@@ -227,7 +227,7 @@ class Trainer(titan_train.Trainer):
             with self.train_context(), self.maybe_enable_amp:
                 self.model_parts[0](inputs, **kwargs)
 
-        moments = measure_in_training(self.model_parts, forward, self.parallel_dims, self.gloo)
+        moments = measure_in_training(self.model_parts, forward, len(labels), self.parallel_dims, self.gloo)
         reshard(self.model_parts)
         self.metrics_processor.moments = as_metrics(moments)
 

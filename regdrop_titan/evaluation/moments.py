@@ -81,12 +81,10 @@ def layer_and_projection(name: str) -> tuple[int, str]:
 
 
 class Recorder:
-    """While open, keeps of every forward the moments of each sequence of each projection's outputs, in fp64 about a
-    `shift` near the channel's mean, so that nothing cancels."""
+    """While open, keeps mean and variance over the tokens of each sequence of each projection's outputs, in fp64."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self.projections = input_projections(parts)
-        self.shift: dict[str, Tensor] = {}  # (C,), the mean over the first forward's tokens
         self.seen: dict[str, list[Tensor]] = {name: [] for name in self.projections}
 
     def __enter__(self) -> "Recorder":
@@ -101,26 +99,25 @@ class Recorder:
             hook.remove()
 
     def record(self, name: str, module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        y = local(output).double()  # (B, S, C)
-        if name not in self.shift:
-            self.shift[name] = y.mean((0, 1))
-        y = y - self.shift[name]
-        self.seen[name].append(torch.stack([y.mean(1), y.square().mean(1)], dim=1))
+        variance, mean = torch.var_mean(local(output).double(), dim=1, correction=0)  # of (B, S, C)
+        self.seen[name].append(torch.stack([mean, variance], dim=1))
 
-    def take(self) -> dict[str, Tensor]:
-        """Of each projection the mean over tokens of y - shift and of its square, (B, 2, C), since the last call."""
-        taken = {name: torch.cat(seen) for name, seen in self.seen.items()}
+    def take(self, n: int) -> dict[str, Tensor]:
+        """Mean and variance of the last `n` sequences, (n, 2, C). There may be others: before its first micro-batch a
+        pipeline may run a forward of its own, on whatever is in memory, by which its stages learn their shapes."""
+        taken = {name: torch.cat(seen)[-n:] for name, seen in self.seen.items()}
         for seen in self.seen.values():
             seen.clear()
         return taken
 
 
 class PairedSums:
-    """Sums over sequences of one projection's moments in evaluation and training, about `shift` (C,); fp64. A
-    sequence counts once for each mask draw.
+    """Sums over sequences of one projection's moments in evaluation and training, fp64. A sequence counts once for
+    each mask draw.
 
     A row is [a, s, da, ds]: the means over a sequence's tokens of y - shift and of its square in evaluation, and what
-    training adds to them. The differences are exactly zero where dropout does nothing.
+    training adds to them. `shift` (C,) is near each channel's mean, so that nothing cancels; the differences are
+    exactly zero where dropout does nothing.
     """
 
     def __init__(self, shift: Tensor) -> None:
@@ -130,15 +127,18 @@ class PairedSums:
         self.total = shift.new_zeros(4, C)
         self.outer = shift.new_zeros(4, 4, C)  # of rows with themselves
 
-    def add(self, evaluation: Tensor, training: Tensor, shift: Tensor) -> None:
-        """Sequences as `Recorder` takes them, (B, 2, C) about another `shift`."""
-        rows = torch.cat([evaluation, training - evaluation], dim=1)  # (B, 4, C)
-        by = shift - self.shift
-        a, s, da, ds = rows.unbind(1)
-        rows = torch.stack([a + by, s + 2 * by * a + by.square(), da, ds + 2 * by * da], dim=1)
+    def add(self, evaluation: Tensor, training: Tensor) -> None:
+        """Sequences as `Recorder` takes them, both (n, 2, C)."""
+        before, after = (self.about_shift(moments) for moments in (evaluation, training))
+        rows = torch.cat([before, after - before], dim=1)  # (n, 4, C)
         self.count += len(rows)
         self.total += rows.sum(0)
-        self.outer += torch.einsum("bic,bjc->ijc", rows, rows)
+        self.outer += torch.einsum("nic,njc->ijc", rows, rows)
+
+    def about_shift(self, moments: Tensor) -> Tensor:
+        mean, variance = moments.unbind(1)
+        a = mean - self.shift
+        return torch.stack([a, variance + a.square()], dim=1)
 
     def all_reduce(self, group: dist.ProcessGroup) -> None:
         """Add the sums of all ranks, which must have the same shift."""
@@ -217,14 +217,15 @@ def measure_moments(
     with Recorder([model]) as recorder:
         for i, tokens in enumerate(batches):
             model.eval()(tokens)
-            evaluation = recorder.take()
+            evaluation = recorder.take(len(tokens))
+            if i == 0:
+                sums = {name: PairedSums(moments[:, 0].mean(0)) for name, moments in evaluation.items()}
             model.train()
             for draw in range(draws):
                 torch.manual_seed(derive_seed("moments", seed, i, draw))
                 model(tokens, scale=model.args.eval_scale)  # r_eval: layer dropout's scale is no matter of this
-                for name, training in recorder.take().items():
-                    shift = recorder.shift[name]
-                    sums.setdefault(name, PairedSums(shift)).add(evaluation[name], training, shift)
+                for name, training in recorder.take(len(tokens)).items():
+                    sums[name].add(evaluation[name], training)
                 progress(len(tokens))
     model.eval()
     return {name: mismatch(paired.channel_sums()) for name, paired in sums.items()}
@@ -247,7 +248,7 @@ def uncompiled(parts: Sequence[nn.Module]) -> Iterator[None]:
 
 @torch.no_grad()
 def measure_in_training(
-    parts: Sequence[nn.Module], forward: Callable[[], None], dims: ParallelDims, everyone: dist.ProcessGroup
+    parts: Sequence[nn.Module], forward: Callable[[], None], n: int, dims: ParallelDims, everyone: dist.ProcessGroup
 ) -> Moments:
     """The moments of one micro-batch of every data-parallel rank; each rank gets those of all layers. Leaves the model
     in training mode.
@@ -255,6 +256,7 @@ def measure_in_training(
     Args:
         parts: this rank's model, or its pipeline stages.
         forward: runs the micro-batch through the model, in training mode under masks that it seeds.
+        n: sequences of the micro-batch.
         everyone: all ranks, on the CPU.
     """
     with Recorder(parts) as recorder, uncompiled(parts):
@@ -263,16 +265,16 @@ def measure_in_training(
             for part in parts:
                 part.train(training)
             forward()
-            taken.append(recorder.take())
+            taken.append(recorder.take(n))
     batch_mesh, tp_mesh = dims.get_optional_mesh("batch"), dims.get_optional_mesh("tp")
     own: Moments = {}
-    for name, shift in recorder.shift.items():
-        common = shift.clone()
+    for name, evaluation in taken[0].items():
+        shift = evaluation[:, 0].mean(0)
         if batch_mesh is not None:
-            dist.all_reduce(common, group=batch_mesh.get_group())
-            common /= batch_mesh.size()
-        paired = PairedSums(common)
-        paired.add(taken[0][name], taken[1][name], shift)
+            dist.all_reduce(shift, group=batch_mesh.get_group())
+            shift /= batch_mesh.size()
+        paired = PairedSums(shift)
+        paired.add(evaluation, taken[1][name])
         if batch_mesh is not None:
             paired.all_reduce(batch_mesh.get_group())
         sums = paired.channel_sums()

@@ -30,7 +30,7 @@ from ..distributed.harness import run_cases
 
 SMALL = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "vocab_size": 64}
 TOKENS = torch.randint(0, 64, (5, 12), generator=torch.Generator().manual_seed(0))
-N, D, P = 4096, 256, 0.3
+N, D, P = 2048, 256, 0.3
 
 
 def small(**overrides):
@@ -153,23 +153,23 @@ def test_a_scheduled_rate_can_be_set():
 
 def test_proposition_1_pre_norm_dropout_shrinks_the_mean():
     """The mean of the second sublayer's y = w . x_hat is (1 + p/(1-p) kappa)^(-1/2) of evaluation's. Sequences of one
-    token, so that attention is the linear map u = W_o W_v x_hat of its own token."""
+    token, so that attention is the linear map u = W_o W_v x_hat of its own token. Neglected: 2/d."""
     model, _ = gaussian_model(offset=1.0)
     attention = model.layers["0"].attention.inner
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for weight in (attention.wv.weight, attention.wo.weight):
-            weight.copy_(torch.randn(D, D, generator=generator) / D**0.5)
+            weight.copy_(torch.randn(D, D, generator=generator) * (2 / D) ** 0.5)
     x_hat = normed(model)
     u = x_hat @ (attention.wo.weight @ attention.wv.weight).detach().double().T
     x = model.tok_embeddings.weight.detach().double() + u
     kappa = (u.square().mean() / x.square().mean()).item()
     factor = (1 + P / (1 - P) * kappa) ** -0.5
-    moments = measured(model, "pre_norm", seq_len=1, draws=4)
+    moments = measured(model, "pre_norm", seq_len=1, draws=2)
     for projection in ("w1", "w3"):
         found = moments[f"layers.0.feed_forward.{projection}"]
-        bound = found.mean_floor + 2 / D
-        assert bound < 0.35 * (1 - factor)
+        bound = found.mean_floor / 2 + 2 / D
+        assert bound < 0.15 * (1 - factor)
         assert abs(found.mean_ratio - factor) < bound
         assert abs(found.mean - (1 - factor)) < bound
     assert moments["layers.0.attention.wq"].mean == 0  # nothing before it is dropped
@@ -223,11 +223,11 @@ def test_the_floor_is_what_noise_alone_gives(placement):
     """The mean does not move in the first layer: its measured mismatch is on average the floor."""
     model, _ = gaussian_model(offset=0.5)
     set_dropout(model, placement, P)
-    batches = [torch.arange(256).view(32, 8)]
-    model.tok_embeddings.weight.data[:256] += 0.5 - model.tok_embeddings.weight.data[:256].mean(0)
+    batches = [torch.arange(128).view(32, 4)]
+    model.tok_embeddings.weight.data[:128] += 0.5 - model.tok_embeddings.weight.data[:128].mean(0)
     found = [
         value
-        for seed in range(10)
+        for seed in range(6)
         for name, value in measure_moments(model, batches, seed=seed).items()
         if "attention" in name
     ]
@@ -242,7 +242,7 @@ def test_compiled_blocks_are_measured():
     model = small(placement="vpad", p=P)
     with torch.no_grad(), Recorder([model]) as recorder:
         model.eval()(TOKENS)
-        expected = recorder.take()
+        expected = recorder.take(len(TOKENS))
     calls = []
 
     def backend(graph, inputs):
@@ -255,7 +255,7 @@ def test_compiled_blocks_are_measured():
         assert len(calls) == 2
         with Recorder([model]) as recorder, uncompiled([model]):
             model(TOKENS)
-            found = recorder.take()
+            found = recorder.take(len(TOKENS))
         assert len(calls) == 2
         model(TOKENS)
     assert len(calls) == 4
