@@ -9,18 +9,19 @@ channels c of a projection:
 
 A ratio of sums (chosen): in a mean of ratios the channels whose mean is near zero would count for most.
 
-A finite number of masks alone gives a mismatch. What it is to be expected to be, the noise floor, is estimated from the
-sequences, whose masks are independent of one another: a channel's difference has the standard error `se_c`, and
-`E|N(0, se_c)|` is `sqrt(2/pi) se_c`. The spread over sequences holds, beside the masks', how much the mismatch itself
-differs between them: the floor is rather too high than too low.
+A finite number of masks gives a mismatch by itself. Its expected size, the noise floor, comes from the spread over
+sequences, whose masks are independent: a channel's difference has the standard error `se_c`, and `E|N(0, se_c)|` is
+`sqrt(2/pi) se_c`. The spread also holds how much a real mismatch differs between sequences, so the floor is rather too
+high than too low.
 """
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -68,9 +69,9 @@ def input_projections(parts: Sequence[nn.Module]) -> dict[str, nn.Module]:
             if isinstance(residual, Residual):
                 for projection in residual.inner.input_projections:
                     module = residual.inner.get_submodule(projection)
-                    parts_of_it = dict(module.named_children())
                     name = f"{canonical_name(path)}.{projection}"
-                    found |= {f"{name}.{child}": linear for child, linear in parts_of_it.items()} or {name: module}
+                    linears = {f"{name}.{child}": linear for child, linear in module.named_children()}
+                    found |= linears or {name: module}
     return found
 
 
@@ -180,11 +181,12 @@ class PairedSums:
 
 
 def mismatch(channel_sums: Tensor) -> Mismatch:
-    """Of the sums over a projection's channels, (9,)."""
-    d_variance, variance_floor, signed, variance, d_mean, mean_floor, mean, product, square = channel_sums.tolist()
+    """Of the sums over a projection's channels, (9,). NaN where evaluation gives nothing to divide by."""
+    d_variance, variance_floor, signed, variance, d_mean, mean_floor, mean, product, square = channel_sums
     return Mismatch(
-        variance=d_variance / variance, variance_floor=variance_floor / variance, variance_ratio=1 + signed / variance,
-        mean=d_mean / mean, mean_floor=mean_floor / mean, mean_ratio=1 + product / square,
+        variance=(d_variance / variance).item(), variance_floor=(variance_floor / variance).item(),
+        variance_ratio=(1 + signed / variance).item(), mean=(d_mean / mean).item(),
+        mean_floor=(mean_floor / mean).item(), mean_ratio=(1 + product / square).item(),
     )  # fmt: skip
 
 
@@ -327,21 +329,7 @@ def plot_moments(runs: Sequence[Run], path: Path) -> None:
     axes = figure.subplots(2, len(runs), sharex="col", sharey="row", squeeze=False)
     for column, run in enumerate(runs):
         for row, kind in enumerate(("mean", "variance")):
-            for projection in projections:
-                by_layer = {
-                    layer_and_projection(name)[0]: value
-                    for name, value in run.moments.items()
-                    if layer_and_projection(name)[1] == projection
-                }
-                layers = sorted(by_layer)
-                for key, style in ((kind, "o-"), (f"{kind}_floor", ":")):
-                    axes[row, column].plot(
-                        layers, [getattr(by_layer[layer], key) for layer in layers], style, color=colors[projection],
-                        markersize=3.5, linewidth=1.2,
-                    )  # fmt: skip
-            axes[row, column].grid(alpha=0.3)
-            axes[row, column].set_yscale("log")
-            axes[row, column].xaxis.get_major_locator().set_params(integer=True)
+            draw_mismatch(axes[row, column], run.moments, kind, colors)
         axes[0, column].set_title(run.label, fontsize=9)
         axes[1, column].set_xlabel("layer")
     axes[0, 0].set_ylabel("mean: |train - eval| / |eval|")
@@ -350,3 +338,22 @@ def plot_moments(runs: Sequence[Run], path: Path) -> None:
     handles.append(Line2D([], [], color="gray", linestyle=":", label="noise floor"))
     figure.legend(handles=handles, loc="outside right upper", fontsize=9)
     figure.savefig(path, dpi=150)
+
+
+def draw_mismatch(axes: Any, moments: Moments, kind: str, colors: dict[str, str]) -> None:
+    """The "mean" or "variance" of each projection by layer, on a log scale, and its floor. What is exactly zero, before
+    the first mask, is left out."""
+    for projection, color in colors.items():
+        by_layer = {
+            layer: value
+            for name, value in moments.items()
+            for layer, of in [layer_and_projection(name)]
+            if of == projection
+        }  # fmt: skip
+        layers = sorted(by_layer)
+        for key, style in ((kind, "o-"), (f"{kind}_floor", ":")):
+            values = [getattr(by_layer[layer], key) or math.nan for layer in layers]
+            axes.plot(layers, values, style, color=color, markersize=3.5, linewidth=1.2)
+    axes.set_yscale("log")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)

@@ -130,6 +130,14 @@ def test_without_dropout_all_is_exactly_zero(options):
         )  # fmt: skip
 
 
+def test_a_projection_that_gives_zero():
+    model = small(placement="pre_linear", p=P)
+    torch.nn.init.zeros_(model.layers["0"].attention.inner.wk.weight)
+    moments = measure_moments(model, [TOKENS])
+    assert all(math.isnan(value) for value in vars(moments["layers.0.attention.wk"]).values())
+    assert not any(math.isnan(value) for value in vars(moments["layers.0.attention.wq"]).values())
+
+
 def test_masks_are_a_function_of_the_seed():
     model = small(placement="vpad", p=P)
     one, again, other = (measure_moments(model, [TOKENS], seed=seed) for seed in (0, 0, 1))
