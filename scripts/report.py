@@ -10,7 +10,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from regdrop_titan.report_plots import draw
 from regdrop_titan.reports import (
     Group,
     ReportError,
@@ -22,6 +21,7 @@ from regdrop_titan.reports import (
     remarks,
     write_report,
 )
+from regdrop_titan.reports.report_plots import draw
 from regdrop_titan.signals import interruptible
 
 

@@ -16,7 +16,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from .reports import LENGTH, Group, Point, Row, count, describe, number, short_names, spread, varied_keys, without
+from .cells import count
+from .groups import LENGTH, Group, describe, short_names, spread, varied_keys, without
+from .runs import Point, number
+from .training_table import Row
 
 BATCH = ("training.global_batch_size", "training.local_batch_size")
 MANY = 100  # logged steps from which a training curve is smoothed, over 1/50 of them

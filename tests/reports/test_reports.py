@@ -10,8 +10,8 @@ import pytest
 
 from regdrop_titan.config import JobConfig, model_args
 from regdrop_titan.config.resume import data_identity, write_config
-from regdrop_titan.report_plots import draw, transfer_panels
 from regdrop_titan.reports import build_rows, find_runs, group_runs, window
+from regdrop_titan.reports.report_plots import draw, transfer_panels
 
 STEP = 64 * 8  # tokens a step of the runs below
 PARAMETERS = 2 * 2048 * 128 + 4 * (4 * 128 * 128 + 3 * 128 * 384 + 2 * 128) + 128  # nape_llama3 debug

@@ -1,0 +1,22 @@
+"""What finished runs have come to: found, read, grouped over seeds, compared with the dense baseline, as tables.
+
+A run that is partial, failed or absent stays in the table, with its status and why. `report_plots` draws the rows.
+"""
+
+from .groups import Group, group_runs, window
+from .runs import ReportError, find_runs
+from .training_table import build_rows, markdown_table, remarks
+from .writing import default_output, write_report
+
+__all__ = [
+    "Group",
+    "ReportError",
+    "build_rows",
+    "default_output",
+    "find_runs",
+    "group_runs",
+    "markdown_table",
+    "remarks",
+    "window",
+    "write_report",
+]
