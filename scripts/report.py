@@ -2,8 +2,10 @@
 
     python scripts/report.py outputs/RUN outputs/OTHER
     python scripts/report.py outputs/SWEEP --output report
+    python scripts/report.py outputs/SWEEP --results outputs/baselines
 
-A RUN is a run's folder, a sweep's folder, or a folder with such up to two levels below.
+A RUN is a run's folder, a sweep's folder, or a folder with such up to two levels below. What evaluate.py left in
+their `evaluation` folders stands in tables of its own.
 """
 
 import argparse
@@ -13,11 +15,14 @@ from pathlib import Path
 from regdrop_titan.reports import (
     Group,
     ReportError,
+    build_evaluation,
     build_rows,
     default_output,
+    evaluation_lines,
     find_runs,
     group_runs,
     markdown_table,
+    named_results,
     remarks,
     write_report,
 )
@@ -31,7 +36,11 @@ def report(arguments: argparse.Namespace) -> None:
     try:
         runs = find_runs([*arguments.runs, *([named] if named else [])])
     except ReportError as error:
-        raise ReportError(faults + error.faults) from None
+        faults += error.faults
+    try:
+        models = named_results(arguments.results)
+    except ReportError as error:
+        faults += error.faults
     if faults:
         raise ReportError(faults)
     groups = group_runs(runs)
@@ -42,14 +51,17 @@ def report(arguments: argparse.Namespace) -> None:
     except OSError as error:
         raise ReportError([f"--output {folder}: {error.strerror}"]) from None
     rows = build_rows(groups, arguments.last, baseline)
+    evaluation = build_evaluation(rows, models)
     plots, left_out = draw(rows, folder)
-    write_report(folder, rows, arguments.last, plots, left_out)
+    written = write_report(folder, rows, arguments.last, evaluation, plots, left_out)
     print(markdown_table(rows))
     for line in remarks(rows):
         print(f"  {line}")
+    for line in evaluation_lines(evaluation):
+        print(line)
     for name, why in left_out.items():
         print(f"  {name} was not made: {why}")
-    print(f"wrote {', '.join(['report.md', 'report.csv', 'runs.csv', 'report.json', *plots])} to {folder}")
+    print(f"wrote {', '.join(written)} to {folder}")
 
 
 def named_baseline(groups: list[Group], path: Path) -> Group:
@@ -73,6 +85,10 @@ def main() -> int:
     parser.add_argument(
         "--baseline", type=Path, metavar="DIR",
         help="compare with this run; default: the one without layer dropout and all else equal",
+    )  # fmt: skip
+    parser.add_argument(
+        "--results", type=Path, metavar="PATH", nargs="+", default=[],
+        help="what evaluate.py wrote for models that are no runs: files, or folders with such up to one level below",
     )  # fmt: skip
     try:
         report(parser.parse_args())
