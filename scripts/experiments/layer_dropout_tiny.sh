@@ -25,13 +25,10 @@ case "${1:-}" in
 esac
 . scripts/venv.sh
 
-python - <<'PYTHON' # once, before runs start side by side
-from pathlib import Path
-
+# once, before runs start side by side; by -c: from standard input the processes that tokenize would look for a file to import
+python -c 'from pathlib import Path
 from regdrop_titan.data.stdlib_corpus import build_stdlib_corpus
-
-build_stdlib_corpus(Path("data/stdlib"))
-PYTHON
+build_stdlib_corpus(Path("data/stdlib"))'
 status=0
 python scripts/sweep.py sweeps/layer_dropout_tiny.toml --run local --jobs "$jobs" || status=$?
 ((status <= 1)) || exit "$status" # stopped, or could not start
