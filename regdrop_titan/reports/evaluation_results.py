@@ -67,8 +67,8 @@ class Result:
 
 
 def score(value: Any, error: Any = None, tasks: Iterable[str] = (), of: int = 0) -> Score | None:
-    """None where `value` is null, which is what cannot be computed. Raises ValueError for what is no number."""
-    if value is None:
+    """None where `value` is null or NaN: it could not be computed. Raises ValueError for what is no number."""
+    if value is None or value != value:
         return None
     if number(value) is None:
         raise ValueError(f"{value!r} is no number")
@@ -126,9 +126,9 @@ def moments_scores(content: dict[str, Any]) -> Tables:
 
 def lm_eval_scores(content: dict[str, Any]) -> Tables:
     return {
-        "ruler": known(ruler_means(content.get("ruler", {}))),
-        "ruler_tasks": known(ruler_tasks(content.get("ruler", {}))),
-        "tasks": known(suites(content.get("suites", {}), content.get("tasks", {}))),
+        "ruler": known(ruler_means(content.get("ruler") or {})),
+        "ruler_tasks": known(ruler_tasks(content.get("ruler") or {})),
+        "tasks": known(suites(content.get("suites") or {}, content.get("tasks") or {})),
     }
 
 
@@ -144,7 +144,7 @@ def ruler_means(ruler: dict[str, Any]) -> dict[tuple[Section, Column], Score | N
     for length, at in ruler.items():
         found[WHOLE, Column("RULER {}", int(length))] = ruler_mean(at)
         error = at.get("errors", {}).get("niah_single_1")
-        found[WHOLE, Column("NIAH-1 {}", int(length))] = score(at["niah_1"], error)
+        found[WHOLE, Column("NIAH-1 {}", int(length))] = score(at.get("niah_1"), error)
     return found
 
 
@@ -172,7 +172,7 @@ def suites(found_suites: dict[str, Any], tasks: dict[str, Any]) -> dict[tuple[Se
         n_whole = len(measured) + len(content["left_out"])
         found[section, MEAN] = score(content["mean"], tasks=sorted(measured), of=n_whole)
     for task in in_none:
-        found[Section(1, "other tasks"), task_column(task, tasks[task])] = task_score(tasks[task])
+        found[Section(1, "none"), task_column(task, tasks[task])] = task_score(tasks[task])
     return found
 
 

@@ -115,7 +115,7 @@ def run_entries(rows: list[Row]) -> tuple[list[Entry], list[str]]:
             left_out += faults + older
             for step in dict.fromkeys(result.step for result in results):
                 by_step.setdefault(step, []).append([result for result in results if result.step == step])
-        usual = {newest_step(run) for run in row.group.averaged}
+        usual = {newest_step(run) for run in row.group.averaged} if by_step else set()
         for step, models in by_step.items():
             label = row.label if usual == {step} else f"{row.label} (step {'unknown' if step is None else step})"
             entries.append(Entry(n, label, models))
@@ -189,8 +189,8 @@ def evaluation_markdown(table: Table) -> str:
         columns = table.columns(lines)
         parts += [f"{table.kind.section} {name}:"] if name else []
         parts.append(markdown([line_cells(line, columns, table.kind) for line in lines]))
-    parts += [f"- {remark}" for remark in table.remarks + partial_remarks(table)]
-    return "\n\n".join(parts)
+    parts.append("\n".join(f"- {remark}" for remark in table.remarks + partial_remarks(table)))
+    return "\n\n".join(part for part in parts if part)
 
 
 def parts_of(table: Table) -> list[tuple[str, list[Line]]]:

@@ -25,7 +25,7 @@ case "${1:-}" in
 esac
 . scripts/venv.sh
 
-# once, before runs start side by side; by -c: from standard input the processes that tokenize would look for a file to import
+# once, before runs start side by side; by -c: from standard input the processes that tokenize would look for a file
 python -c 'from pathlib import Path
 from regdrop_titan.data.stdlib_corpus import build_stdlib_corpus
 build_stdlib_corpus(Path("data/stdlib"))'

@@ -28,7 +28,7 @@ while (($#)); do
 done
 . scripts/venv.sh
 
-# by -c: from standard input the processes that tokenize would look for a file to import
+# by -c: from standard input the processes that tokenize would look for a file
 python -c 'from pathlib import Path
 from regdrop_titan.data.stdlib_corpus import build_stdlib_corpus
 build_stdlib_corpus(Path("data/stdlib"))'

@@ -161,7 +161,7 @@ def test_tasks_and_depth(tmp_path, script):
     assert [(line["suite"], line["score"], float(line["mean"])) for line in lines] == [
         ("downstream", "arc_easy (acc_norm, 0 shots)", 0.5), ("downstream", "mmlu (acc, 5 shots)", 0.26),
         ("downstream", "mean", 0.38), ("short", "arc_easy (acc_norm, 0 shots)", 0.5),
-        ("short", "piqa (acc, 0 shots)", 0.7), ("short", "mean", 0.6), ("other tasks", "wiki (acc, 0 shots)", 0.1),
+        ("short", "piqa (acc, 0 shots)", 0.7), ("short", "mean", 0.6), ("none", "wiki (acc, 0 shots)", 0.1),
     ]  # fmt: skip
     markdown = (tmp_path / "report/report.md").read_text()
     assert "| 1 | run | 0.500 | 0.260 | 0.380 (2/3) | 1 |" in markdown
