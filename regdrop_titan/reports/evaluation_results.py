@@ -106,7 +106,7 @@ def depth_scores(content: dict[str, Any]) -> Tables:
     for family, column in columns.items():
         for each in content["families"].get(family, []):
             share = each["n_layers"] / n_layers
-            key = Section(-share, f"{each['n_layers']} of {n_layers} ({share:.0%})"), column
+            key = Section(-share, f"{each['n_layers']} of {n_layers} ({100 * share:.4g} %)"), column
             new, best = score(each["loss"], each["loss_error"]), found.get(key)
             if best is None or (new is not None and new.value < best.value):
                 found[key] = new

@@ -111,10 +111,10 @@ def find_runs(paths: Iterable[Path]) -> list[Run]:
 
 
 def _runs_below(folder: Path, depth: int) -> list[Run]:
+    if is_run(folder):  # first: a sweep's run has a file of the sweep's name
+        return [read_run(folder, folder.name)]
     if (folder / SWEEP_FILE).is_file():
         return _sweep_runs(folder)
-    if is_run(folder):
-        return [read_run(folder, folder.name)]
     if depth == 0:
         return []
     below = sorted((child for child in folder.iterdir() if child.is_dir()), key=_natural)

@@ -168,11 +168,11 @@ def test_tasks_and_depth(tmp_path, script):
     assert "| 1 | run | 0.500 | 0.700 | 0.600 | 1 |" in markdown
     depth = [line for line in markdown.splitlines() if line.startswith("| 1 | run |") and " of 4 " in line]
     assert depth == [
-        "| 1 | run | 4 of 4 (100%) | 4.0000 | 4.0000 | - | 1 |",
-        "| 1 | run | 3 of 4 (75%) | 5.0000 | 4.2500 | 4.5000 | 1 |",
-        "| 1 | run | 2 of 4 (50%) | 6.0000 | 4.7500 | - | 1 |",
-        "| 1 | run | 1 of 4 (25%) | 7.0000 | - | - | 1 |",
-        "| 1 | run | 0 of 4 (0%) | 8.0000 | - | - | 1 |",
+        "| 1 | run | 4 of 4 (100 %) | 4.0000 | 4.0000 | - | 1 |",
+        "| 1 | run | 3 of 4 (75 %) | 5.0000 | 4.2500 | 4.5000 | 1 |",
+        "| 1 | run | 2 of 4 (50 %) | 6.0000 | 4.7500 | - | 1 |",
+        "| 1 | run | 1 of 4 (25 %) | 7.0000 | - | - | 1 |",
+        "| 1 | run | 0 of 4 (0 %) | 8.0000 | - | - | 1 |",
     ]
 
 

@@ -166,6 +166,10 @@ def test_statuses_of_a_sweep(tmp_path, script):
     markdown = (tmp_path / "report/report.md").read_text()
     assert all(f"| run-{i} |" in markdown for i in range(6))
 
+    # one of its runs, where the sweep keeps its state under the same name
+    (tmp_path / "r4/sweep.json").write_text(json.dumps({"name": "run-4", "status": "running"}))
+    assert [run.name for run in find_runs([tmp_path / "r4"])] == ["r4"]
+
     # a sweep that was moved, below a folder that is given
     moved = tmp_path.rename(tmp_path.with_name("moved_" + tmp_path.name))
     assert [run.status for run in find_runs([moved])][:1] == ["done"]
