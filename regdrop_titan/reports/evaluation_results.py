@@ -41,10 +41,6 @@ class Score:
     tasks: tuple[str, ...] = ()  # that it is the mean over; empty: it is no mean
     of: int = 0  # tasks of the whole mean
 
-    @property
-    def partial(self) -> bool:
-        return len(self.tasks) < self.of
-
 
 WHOLE = Section(0, "")  # of a table without sections
 MEAN = Column("mean")

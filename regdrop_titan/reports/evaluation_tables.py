@@ -51,7 +51,7 @@ class Entry:
 
     row: int | None  # of the training table; None for a model that is no run
     label: str
-    models: list[list[Result]]  # the results of each run
+    results: list[Result]  # of all verbs and all of the row's runs
 
 
 @dataclass(frozen=True)
@@ -106,19 +106,20 @@ def build_evaluation(rows: list[Row], named: NamedResults) -> Evaluation:
 
 
 def run_entries(rows: list[Row]) -> tuple[list[Entry], list[str]]:
+    """One for each row and step, and a sentence for every file that is in none."""
     entries, left_out = [], []
     for n, row in enumerate(rows, 1):
-        by_step: dict[int | None, list[list[Result]]] = {}
+        by_step: dict[int | None, list[Result]] = {}
         for run in row.group.runs:
-            results, faults = read_results(sorted((run.folder / "evaluation").glob("*.json")))
-            results, older = newest(results, lambda result: (result.verb, result.step))
+            found, faults = read_results(sorted((run.folder / "evaluation").glob("*.json")))
+            results, older = newest(found, lambda result: (result.verb, result.step))
             left_out += faults + older
-            for step in dict.fromkeys(result.step for result in results):
-                by_step.setdefault(step, []).append([result for result in results if result.step == step])
+            for result in results:
+                by_step.setdefault(result.step, []).append(result)
         usual = {newest_step(run) for run in row.group.averaged} if by_step else set()
-        for step, models in by_step.items():
+        for step, results in by_step.items():
             label = row.label if usual == {step} else f"{row.label} (step {'unknown' if step is None else step})"
-            entries.append(Entry(n, label, models))
+            entries.append(Entry(n, label, results))
     return entries, left_out
 
 
@@ -133,14 +134,14 @@ def model_entries(results: list[Result]) -> list[Entry]:
     models: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         models.setdefault((result.label, result.weights_sha256), []).append(result)
-    return [Entry(None, label, [found]) for (label, _), found in models.items()]
+    return [Entry(None, label, found) for (label, _), found in models.items()]
 
 
 def build_table(kind: Kind, entries: list[Entry]) -> Table:
     lines: dict[tuple[int, Section], Line] = {}
     remarks = []
     for n, entry in enumerate(entries):
-        having = [result for model in entry.models for result in model if result.tables.get(kind.name)]
+        having = [result for result in entry.results if result.tables.get(kind.name)]
         scores: dict[tuple[Section, Column], list[Score]] = {}
         for result in having:
             for key, value in result.tables[kind.name].items():
@@ -171,7 +172,7 @@ def settings_remarks(kind: Kind, entries: list[Entry]) -> list[str]:
     """Where results of a table were measured under different settings, these settings."""
     values: dict[str, dict[str, list[str]]] = {}
     for entry in entries:
-        for result in (result for model in entry.models for result in model if result.tables.get(kind.name)):
+        for result in (result for result in entry.results if result.tables.get(kind.name)):
             for key, value in result.settings.items():
                 values.setdefault(key, {}).setdefault(str(value), []).append(entry.label)
     remarks = []
