@@ -56,6 +56,11 @@ def draw(axes: Any, x: Any, curves: Curves) -> None:
     axes.grid(alpha=0.3)
 
 
+def add_legend(figure: Any, axes: Any) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+
+
 def plot_training(found: Found, path: Path) -> None:
     """LG fig. 1: a panel for each multiple, without the round before training."""
     from matplotlib.figure import Figure
@@ -68,7 +73,7 @@ def plot_training(found: Found, path: Path) -> None:
         axes.set(title=f"{multiple}x the training context", xlabel="step", ylabel="loss (nats a token)")
     for axes in panels[len(found.rounds) :]:
         axes.remove()
-    panels[0].legend()
+    add_legend(figure, panels[0])
     figure.savefig(path, dpi=130)
 
 
@@ -79,14 +84,16 @@ def plot_positions(found: Found, path: Path) -> None:
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     n_positions = next(len(values) for seeds in found.positions.values() for values in seeds.values())
     x = np.arange(found.context, found.context + n_positions)
-    panels = {"loss": found.positions, "loss above WD's": above_wd(found.positions)}
-    for axes, (label, curves) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+    panels = figure.subplots(1, 2)
+    shown = {"loss": found.positions, "loss above WD's of the same seed": above_wd(found.positions)}
+    for axes, (label, curves) in zip(panels, shown.items(), strict=True):
         draw(axes, x, curves)
         axes.axvline(found.context, color="black", linestyle="--", linewidth=1, label="training context")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:.0f}")
-        axes.set(xlabel="token position", ylabel=f"{label} (nats a token, moving average of {found.context})")
-        axes.legend()
+        axes.set(title=f"moving average of {found.context} positions", xlabel="token position")
+        axes.set_ylabel(f"{label} (nats a token)")
+    add_legend(figure, panels[0])
     figure.savefig(path, dpi=130)
 
 
