@@ -26,7 +26,7 @@ from regdrop_titan.reports import (
     remarks,
     write_report,
 )
-from regdrop_titan.reports.report_plots import draw
+from regdrop_titan.reports.plots import draw
 from regdrop_titan.signals import interruptible
 
 

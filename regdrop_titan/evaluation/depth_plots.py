@@ -12,7 +12,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from ..report_plots import colors, finish, new_figure
+from ..reports.plots import colors, finish, new_figure
 
 LOSS = "loss (nats a token)"
 Result = dict[str, Any]

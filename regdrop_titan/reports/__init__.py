@@ -1,6 +1,6 @@
 """What finished runs have come to: found, read, grouped over seeds, compared with the dense baseline, as tables.
 
-A run that is partial, failed or absent stays in the table, with its status and why. `report_plots` draws the rows.
+A run that is partial, failed or absent stays in the table, with its status and why. `plots` draws the rows.
 """
 
 from .evaluation_results import named_results

@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from regdrop_titan.reports import build_rows, find_runs, group_runs, window
-from regdrop_titan.reports.report_plots import draw, transfer_panels
+from regdrop_titan.reports.plots import draw, transfer_panels
 
 from .written_runs import read_csv, write_run
 
