@@ -70,14 +70,18 @@ def theirs(run, tasks, tmp_path_factory):
     export_huggingface(subject.load(), folder)
     write_tokenizer(subject.tokenizer, folder)
     lm = HFLM(str(folder), trust_remote_code=True, device="cpu", dtype="float32", batch_size=1, max_length=2048)
-    return simple_evaluate(lm, tasks=list(tasks.values()), bootstrap_iters=0)["samples"]
+    return simple_evaluate(lm, tasks=list(tasks.values()), bootstrap_iters=0, task_manager=suites.task_manager())[
+        "samples"
+    ]
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_says_what_hf_says_of_the_export(run, tasks, theirs, batch_size):
     """The same answers, and log-likelihoods to 1e-4, sample by sample, whatever the batch."""
     lm = RegDropLM(str(run / "checkpoint"), batch_size=batch_size, max_length=2048)
-    ours = simple_evaluate(lm, tasks=list(tasks.values()), bootstrap_iters=0)["samples"]
+    ours = simple_evaluate(lm, tasks=list(tasks.values()), bootstrap_iters=0, task_manager=suites.task_manager())[
+        "samples"
+    ]
     assert set(ours) == set(theirs) == {"arc_easy", *ruler.WITHOUT_DATA}
     for name in ours:
         assert len(ours[name]) == len(theirs[name]) == (6 if name == "arc_easy" else 2)
@@ -188,15 +192,19 @@ def test_nothing_is_cut_silently(run):
 def test_stop_strings_and_end_of_text(run):
     """An answer ends before its stop string, and before the end of text."""
     lm = RegDropLM(str(run / "checkpoint"), max_length=0)
-    prompt = "The sky is blue."
-    (free,) = lm.generate_until(instances("generate_until", (prompt, {"until": [], "max_gen_toks": 30})), True)
-    assert len(free) > 8
-    stop = free[4:6]
-    (stopped,) = lm.generate_until(instances("generate_until", (prompt, {"until": [stop], "max_gen_toks": 30})), True)
-    assert stopped == free.split(stop)[0]
+
+    def answers(until):
+        options = {"until": until, "max_gen_toks": 30}
+        prompts = ["The sky is blue.", "Here we go", "1. stone 2.", "VAR ABCDE = 12345"]
+        return lm.generate_until(instances("generate_until", *((prompt, options) for prompt in prompts)), True)
+
+    free = answers([])
+    stop = max(free, key=len)[4:6]
+    assert len(stop) == 2
+    assert answers([stop]) == [answer.split(stop)[0] for answer in free] != free
     with torch.no_grad():  # a model that only says end of text
         lm.model.output.weight.zero_()
-    assert lm.generate_until(instances("generate_until", (prompt, {"max_gen_toks": 30})), True) == [""]
+    assert lm.generate_until(instances("generate_until", ("The", {"max_gen_toks": 30})), True) == [""]
 
 
 @pytest.mark.parametrize(
