@@ -272,12 +272,9 @@ def test_compiled_blocks_are_measured():
 
 
 def test_plot(tmp_path):
-    models = [small(n_layers=4), small(layers="mamba,attention", ssm_head_dim=16, state_size=8, n_layers=4)]
-    runs = []
-    for model in models:
-        set_dropout(model, "pre_norm", P)  # whose first layer is exactly zero
-        runs.append(Run("pre_norm", measure_moments(model, [TOKENS])))
-    plot_moments(runs, tmp_path / "plot.png")
+    """Of a stack of two kinds, and values that are exactly zero."""
+    model = small(layers="mamba,attention", ssm_head_dim=16, state_size=8, placement="pre_norm", p=P)
+    plot_moments([Run("pre_norm", measure_moments(model, [TOKENS]))], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -321,7 +318,7 @@ def test_the_command(tmp_path, packed, script, capsys):
     assert result["settings"] | {"samples": 6, "seq_len": 32, "draws": 2} == result["settings"]
     mean = sum(run["projections"][f"layers.{layer}.attention.wk"]["variance"] for layer in range(4)) / 4
     assert run["mean_over_layers"]["attention.wk"]["variance"] == pytest.approx(mean) != 0
-    everything = ["--placement", "pre_norm", "pre_linear", "vpad", "--p", "0.2", "--output", str(tmp_path / "both")]
+    everything = ["--placement", "pre_linear", "vpad", "--p", "0.2", "--output", str(tmp_path / "both")]
     compared = ["--compare", str(tmp_path / "dropped/evaluation/moments.json")]
     both = ["--checkpoint", dropped, dense, "--labels", "dropped", "dense"]
     assert script("evaluate", "moments", *both, *data, "--draws", "2", *everything, *compared) == 0
@@ -330,7 +327,7 @@ def test_the_command(tmp_path, packed, script, capsys):
         for label in ("dropped", "dense")
         for run in json.loads((tmp_path / f"both/{label}/moments.json").read_text())["runs"]
     }
-    assert len(runs) == 6
+    assert len(runs) == 4
     assert runs["dropped", "vpad"] == run["projections"]  # its own setting, and so the same masks
     assert runs["dense", "pre_linear"]["layers.0.attention.wq"]["variance_ratio"] == pytest.approx(1.25, abs=0.1)
     assert (tmp_path / "both/dense/moments.png").exists() and (tmp_path / "both/dropped/moments.png").exists()
