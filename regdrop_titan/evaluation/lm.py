@@ -32,8 +32,9 @@ from torchtitan.tools.logging import logger
 from tqdm import tqdm
 
 from ..checkpoints import CheckpointError
+from ..data.tokenizers import HuggingFaceTokenizer
 from ..generation import greedy, logits_at
-from .subjects import InputError, Subject, checkpoint_subject
+from .subjects import InputError, Subject, checkpoint_subject, huggingface_subject
 
 HEAD = 8  # tokens of the first prompt that are logged
 MAX_NEW_TOKENS = 256  # of tasks that do not say
@@ -45,12 +46,14 @@ class RegDropLM(TemplateLM):
 
     Args:
         checkpoint: `…/checkpoint/step-N`, `…/checkpoint`, or the subject that `scripts/evaluate.py` found.
+        hf: a Hugging Face folder instead, of a format that ours reads.
         tokenizer: folder, file or "bytes"; default: the one kept beside the training data.
         batch_size: samples side by side.
         max_length: tokens of prompt and answer together, at most; default: the training context; 0: no limit.
         truncation: cut what is longer from the left, and count it, instead of refusing it.
-        bos_token: a special token of the tokenizer to begin every text with, once. Default: none, as our data are
-            prepared; an empty context is then the end-of-text token, which in training comes before every document.
+        bos_token: a special token of the tokenizer to begin every text with, once; "none": none. Default: the one that
+            the tokenizer of a Hugging Face folder begins with; of our runs none, as their data are prepared. An empty
+            context is then the end-of-text token, which in training comes before every document.
         exit_layer: only the first so many layers, 0 ... L.
         skip_layers: layers that are left out, as "3+5".
         device: as torch names it; default: this process's GPU if there is one, else the CPU.
@@ -58,7 +61,8 @@ class RegDropLM(TemplateLM):
 
     def __init__(
         self,
-        checkpoint: str | Subject,
+        checkpoint: str | Subject | None = None,
+        hf: str | None = None,
         tokenizer: str | None = None,
         batch_size: int | str = 1,
         max_length: int | None = None,
@@ -70,19 +74,26 @@ class RegDropLM(TemplateLM):
         max_batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        self.subject = (
-            checkpoint if isinstance(checkpoint, Subject) else checkpoint_subject(checkpoint, tokenizer=tokenizer)
-        )
+        if (checkpoint is None) == (hf is None):
+            raise InputError("name one model, by checkpoint or by hf")
+        if isinstance(checkpoint, Subject):
+            self.subject = checkpoint
+        elif checkpoint is not None:
+            self.subject = checkpoint_subject(checkpoint, tokenizer=tokenizer)
+        else:
+            self.subject = huggingface_subject(str(hf), tokenizer=tokenizer, context=max_length)
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise InputError(f"batch_size {batch_size!r}: must be a number of at least 1")
         self.batch_size = int(batch_size)
         self.layers = chosen_layers(self.subject, exit_layer, skip_layers)
         self.text = self.subject.tokenizer
-        if bos_token is not None and bos_token not in self.text.special_ids:
+        self.bos_token = begin_of_text(self.subject) if bos_token is None else bos_token
+        if self.bos_token == "none":
+            self.bos_token = None
+        if self.bos_token is not None and self.bos_token not in self.text.special_ids:
             known = ", ".join(self.text.special_ids)
             raise InputError(f"bos_token {bos_token!r}: not a special token of {self.text.name}; there are {known}")
-        self.bos_token = bos_token
-        self.bos_id = None if bos_token is None else self.text.special_ids[bos_token]
+        self.bos_id = None if self.bos_token is None else self.text.special_ids[self.bos_token]
         self.max_length = self.subject.context if max_length is None else max_length
         self.truncation = truncation
         self.cut = 0  # samples that were truncated
@@ -276,6 +287,15 @@ class RegDropLM(TemplateLM):
             "max_length": self.max_length,
             "truncated": self.cut,
         }
+
+
+def begin_of_text(subject: Subject) -> str | None:
+    """The special token that the tokenizer of a Hugging Face folder puts before every text, if it does."""
+    text = subject.tokenizer
+    if subject.config or not isinstance(text, HuggingFaceTokenizer):
+        return None
+    first = text.tokenizer.encode("a", add_special_tokens=True).ids[0]
+    return next((name for name, i in text.special_ids.items() if i == first), None)
 
 
 def chosen_layers(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_eval import simple_evaluate
+from lm_eval import evaluate
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
@@ -81,11 +81,15 @@ def evaluate_tasks(
     A score has "metric", "value", "stderr" (None where the harness has none), "n", "shots", and "metrics" with all that
     the harness gives.
     """
-    found = simple_evaluate(
-        lm, tasks=list(tasks.values()), num_fewshot=shots, limit=limit, bootstrap_iters=0, log_samples=True,
-        random_seed=SEED, numpy_random_seed=SEED, torch_random_seed=SEED, fewshot_random_seed=SEED,
-        task_manager=task_manager(),
-    )  # fmt: skip
+    for task in tasks.values():
+        default = task.get_config("num_fewshot")
+        # a task that says 0 itself has no worked examples, whatever is asked for
+        task.set_config("num_fewshot", default if shots is None or default == 0 else shots)
+        if task.get_config("num_fewshot") is None:
+            task.set_config("num_fewshot", 0)
+        task.set_fewshot_seed(SEED)
+    # not its `simple_evaluate`, which asks the machine for everything installed, at every call
+    found = evaluate(lm, {"tasks": tasks, "groups": {}, "group_map": {}}, limit=limit, bootstrap_iters=0)
     if found is None:
         return None
     scores = {name: _score(name, found) for name in tasks}

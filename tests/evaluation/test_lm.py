@@ -1,7 +1,5 @@
 """Our model class of lm-evaluation-harness against its own `hf` on our export, and against the formulas."""
 
-import json
-
 import pytest
 import torch
 from lm_eval import simple_evaluate
@@ -14,7 +12,7 @@ from regdrop_titan.evaluation import ruler, suites
 from regdrop_titan.evaluation.lm import RegDropLM
 from regdrop_titan.evaluation.subjects import InputError, checkpoint_subject
 
-from .tiny_runs import write_run
+from .tiny_runs import write_questions, write_run
 
 LENGTH = 1700  # tokens of RULER's samples: about the least that all six tasks fit in
 
@@ -28,25 +26,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Questions in the form of ARC's, as the hub's command line leaves a data set."""
-    folder = tmp_path_factory.mktemp("data")
-    arc = folder / "allenai/ai2_arc"
-    (arc / "ARC-Easy").mkdir(parents=True)
-    labels = ["A", "B", "C", "D"]
-    for split, n in (("train", 3), ("validation", 2), ("test", 6)):
-        lines = [
-            {
-                "id": f"{split} {i}",
-                "question": "What is " + "green and blue and yellow " * i + "?",
-                "choices": {"text": ["the grass", "the tall sky " * (i + 1), "a stone", "one number"], "label": labels},
-                "answerKey": labels[i % 4],
-            }
-            for i in range(n)
-        ]
-        (arc / f"ARC-Easy/{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    files = "".join(f"  - split: {s}\n    path: ARC-Easy/{s}.jsonl\n" for s in ("train", "validation", "test"))
-    (arc / "README.md").write_text(f"---\nconfigs:\n- config_name: ARC-Easy\n  data_files:\n{files}---\n")
-    return folder
+    return write_questions(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

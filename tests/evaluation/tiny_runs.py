@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from regdrop_titan.data.tokenizers import train_tokenizer
+from regdrop_titan.data.tokenizers import load_tokenizer, train_tokenizer
 from regdrop_titan.models import Decoder, build_model
 
 # what RULER's prompts are made of, so that its smallest samples have few tokens
@@ -39,8 +39,6 @@ def write_run(folder: Path, context: int = 64, family: str = "nape_llama3", **ov
 
 
 def write_checkpoint(model: Decoder, folder: Path, context: int, tokenizer: Path) -> None:
-    from regdrop_titan.data.tokenizers import load_tokenizer
-
     loaded = load_tokenizer(tokenizer)
     dcp.save(model.state_dict(), checkpoint_id=str(folder / "checkpoint/step-1"), no_dist=True)
     config = {
@@ -50,3 +48,24 @@ def write_checkpoint(model: Decoder, folder: Path, context: int, tokenizer: Path
         "training": {"seq_len": context, "dataset": "packed", "dataset_path": str(tokenizer.parent)},
     }
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_questions(folder: Path) -> Path:
+    """Leave questions in the form of ARC's in `folder`, as the hub's command line leaves a data set; returns it."""
+    arc = folder / "allenai/ai2_arc"
+    (arc / "ARC-Easy").mkdir(parents=True)
+    labels = ["A", "B", "C", "D"]
+    for split, n in (("train", 3), ("validation", 2), ("test", 6)):
+        lines = [
+            {
+                "id": f"{split} {i}",
+                "question": "What is " + "green and blue and yellow " * i + "?",
+                "choices": {"text": ["the grass", "the tall sky " * (i + 1), "a stone", "one number"], "label": labels},
+                "answerKey": labels[i % 4],
+            }
+            for i in range(n)
+        ]
+        (arc / f"ARC-Easy/{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = "".join(f"  - split: {s}\n    path: ARC-Easy/{s}.jsonl\n" for s in ("train", "validation", "test"))
+    (arc / "README.md").write_text(f"---\nconfigs:\n- config_name: ARC-Easy\n  data_files:\n{files}---\n")
+    return folder

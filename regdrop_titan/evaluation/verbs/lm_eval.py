@@ -44,7 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--truncation", action="store_true", help="cut longer prompts from the left and count them")
     parser.add_argument("--num-fewshot", type=int, help="worked examples before each question; default: the task's")
-    parser.add_argument("--bos-token", help="special token that begins every text; default: none")
+    parser.add_argument(
+        "--bos-token",
+        help="special token that begins every text, or none; default: what the "
+        "tokenizer of a Hugging Face folder begins with; of our runs none",
+    )
     parser.add_argument("--exit-layer", type=int, help="only the first so many layers")
     parser.add_argument("--skip-layers", type=int, nargs="+", default=[], help="layers to leave out")
     parser.add_argument("--seed", type=int, default=42, help="of RULER's samples")
@@ -138,7 +142,7 @@ def evaluate_one(
     settings = {
         "tasks": [*scores, *of_ruler], "limit": arguments.limit, "batch_size": arguments.batch_size,
         "max_length": subject.context if arguments.max_length is None else arguments.max_length,
-        "truncation": arguments.truncation, "num_fewshot": arguments.num_fewshot, "bos_token": arguments.bos_token,
+        "truncation": arguments.truncation, "num_fewshot": arguments.num_fewshot, "bos_token": lm.bos_token,
         "exit_layer": arguments.exit_layer, "skip_layers": arguments.skip_layers, "seed": arguments.seed,
         "examples_seed": suites.SEED, "lm_eval": importlib.metadata.version("lm_eval"),
     }  # fmt: skip
