@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import sys
 
 import pytest
@@ -10,7 +11,7 @@ from lm_eval.api.task import ConfigurableTask
 from regdrop_titan.data.packed import DataError
 from regdrop_titan.evaluation import lm, ruler, suites
 from regdrop_titan.evaluation.lm import RegDropLM
-from regdrop_titan.evaluation.subjects import InputError, checkpoint_subject
+from regdrop_titan.evaluation.subjects import InputError, Subject, checkpoint_subject
 
 from ..distributed.ranks import Ranks
 from .tiny_runs import write_questions, write_run
@@ -150,6 +151,24 @@ def test_the_command(run, data, script, capsys, tmp_path):
         right += each.index(max(each)) == sample["doc_id"] % 4
     assert score["value"] == right / 4
     assert (tmp_path / "lm_eval.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plan(run, data, script, capsys, monkeypatch):
+    """Samples are made and counted, what lacks data is named, no model is loaded."""
+    monkeypatch.setattr(Subject, "load", None)
+    arguments = ["lm-eval", "--checkpoint", str(run / "checkpoint"), "--suite", "ruler", "--limit", "2", "--plan"]
+    more = ["--tasks", "arc_easy", "--data-dir", str(data), "--lengths", "1700", "300"]
+    assert script("evaluate", *arguments, *more) == 0
+    said = capsys.readouterr().out
+    assert "arc_easy: 6 samples" in said and "are left out" not in said
+    assert re.search(r"1700  niah_single_1 +2 samples, 1\d\d\d to 1\d\d\d tokens a prompt", said)
+    assert (
+        said.count("  1700  ") == said.count("   300  ") == 13 and "300  ruler_cwe        left out: its small" in said
+    )
+    assert script("evaluate", *arguments, "--lengths", "1700") == 0
+    said = capsys.readouterr().out
+    assert f"7 of 13 tasks are left out ({', '.join(n for n in ruler.TASKS if n not in ruler.WITHOUT_DATA)})" in said
+    assert all(need in said for need in (ruler.ESSAYS, ruler.PUNKT, ruler.SQUAD, ruler.HOTPOT))
 
 
 def choices(i):

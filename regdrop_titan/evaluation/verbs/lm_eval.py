@@ -25,6 +25,7 @@ from . import check_positive
 NAME = "lm-eval"
 SUMMARY = "short tasks and RULER by lm-evaluation-harness"
 SUITES = ("lg_short", "dd_downstream", "ruler", "niah")
+SAMPLES = 500  # of a RULER task at a length
 MULTIPLES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exit-layer", type=int, help="only the first so many layers")
     parser.add_argument("--skip-layers", type=int, nargs="+", default=[], help="layers to leave out")
     parser.add_argument("--seed", type=int, default=42, help="of RULER's samples")
+    parser.add_argument("--plan", action="store_true", help="make the samples, say what would run, and load no model")
     parser.add_argument("--compare", type=Path, nargs="+", default=[], metavar="FILE", help="lm_eval.json to draw too")
 
 
@@ -80,6 +82,12 @@ def evaluate(subjects: Sequence[Subject], arguments: argparse.Namespace) -> None
         )
     if not tasks and len(lacking) == len(of_ruler):
         raise InputError("none of these tasks can be run here")
+    if arguments.plan:
+        for name, task in tasks.items():
+            print(f"{name}: {len(task.eval_docs)} samples")
+        for subject in subjects:
+            plan_ruler(subject, of_ruler, lengths[subject.label], arguments)
+        return
     results = []
     for subject in subjects:
         result = evaluate_one(subject, arguments, tasks, left_out, of_ruler, lengths[subject.label], len(subjects) > 1)
@@ -107,6 +115,24 @@ def ruler_lengths(given: Sequence[str] | None, subject: Subject) -> list[int]:
     return sorted(set(lengths))
 
 
+def plan_ruler(subject: Subject, names: Sequence[str], lengths: Sequence[int], arguments: argparse.Namespace) -> None:
+    """Make the samples of each task and length, and print how many there are and how long their prompts."""
+    from .. import ruler
+
+    print(f"{subject.label}, tokenizer {subject.tokenizer.name}:")
+    for length in lengths:
+        for name in names:
+            try:
+                samples = ruler.documents(
+                    name, length, arguments.limit or SAMPLES, subject.tokenizer, arguments.data_dir, arguments.seed
+                )
+            except ruler.LeftOut as reason:
+                print(f"  {length:>7}  {name:<16} left out: {reason}")
+                continue
+            tokens = [len(subject.tokenizer.encode(f"{s['input']} {s['gen_prefix']}")) for s in samples]
+            print(f"  {length:>7}  {name:<16} {len(samples)} samples, {min(tokens)} to {max(tokens)} tokens a prompt")
+
+
 def evaluate_one(
     subject: Subject, arguments: argparse.Namespace, tasks: dict, left_out: dict[str, str], of_ruler: Sequence[str],
     lengths: Sequence[int], several: bool,
@@ -119,7 +145,7 @@ def evaluate_one(
         subject, batch_size=arguments.batch_size, max_length=arguments.max_length, truncation=arguments.truncation,
         bos_token=arguments.bos_token, exit_layer=arguments.exit_layer, skip_layers=arguments.skip_layers,
     )  # fmt: skip
-    n = arguments.limit or 500
+    n = arguments.limit or SAMPLES
     if lm.world_size > n:
         raise InputError(f"--limit {n}: fewer samples than the {lm.world_size} ranks")
     samples: list[dict] = []
