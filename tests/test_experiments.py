@@ -34,6 +34,8 @@ def test_length_overfit_plots(tmp_path, script, capsys):
     assert numbers["8x above its lowest round"]["wd"] == {"1": 0.25, "2": 0.75}
     # averages over 4 positions that end at least 4 behind the context hold none from inside it
     assert numbers["position loss past the context"]["vpad"] == pytest.approx({"2": 4.125, "3": 4.5})
+    assert numbers["position loss within the context"]["wd"] == {"1": 5.0, "2": 5.0}
+    assert numbers["rise to the last positions"]["wd"] == pytest.approx({"1": -0.75, "2": -0.25})
     assert numbers["the same above WD's"]["vpad"] == pytest.approx({"2": 0.125 - 0.75})
     markdown = (tmp_path / "length_overfit.md").read_text()
     mean, deviation = statistics.mean((4.125, 4.5)), statistics.stdev((4.125, 4.5))

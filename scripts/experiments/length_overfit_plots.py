@@ -108,6 +108,8 @@ def measures(found: Found) -> dict[str, Curves]:
     columns = {f"{m}x": each(curves, lambda v: v[-1]) for m, curves in sorted(found.rounds.items())}
     for m in (1, max(found.rounds)):
         columns[f"{m}x above its lowest round"] = each(found.rounds[m], lambda v: v[-1] - v[1:].min())
+    columns["position loss within the context"] = each(found.positions, lambda v: v[0])
+    columns["rise to the last positions"] = each(found.positions, lambda v: v[-1] - v[0])
     columns["position loss past the context"] = each(found.positions, lambda v: v[found.context :].mean())
     columns["the same above WD's"] = above_wd(columns["position loss past the context"])
     return columns
