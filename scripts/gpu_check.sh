@@ -57,6 +57,21 @@ for dtype, bound in ((torch.float32, 1e-3), (torch.bfloat16, 3e-2)):
         error = max(((k - e).norm() / e.norm()).item() for k, e in zip(*results, strict=True))
         assert error < bound, (dtype, S, error)
         print(f"scan kernels {dtype} S={S}: error {error:.1e}")
+
+# Reading in pieces with a cache against reading all at once
+from regdrop_titan.models import build_model  # noqa: E402
+from regdrop_titan.models.cache import Cache  # noqa: E402
+
+torch.backends.cuda.matmul.allow_tf32 = False
+for family in ("nape_llama3", "smollm3", "celerity", "mamba2"):
+    model = build_model(family, "debug").eval().cuda()
+    tokens = torch.randint(2048, (2, 700), device=cuda)
+    cache = Cache(2, 700, chunk=256)
+    with torch.no_grad():
+        pieces = [model(tokens[:, i : i + 256], cache=cache) for i in (0, 256, 512)]
+        error = (torch.cat(pieces, dim=1) - model(tokens)).abs().max().item()
+    assert error < 1e-2, (family, error)  # the scan's kernels round to 1e-3
+    print(f"cache {family}: error {error:.1e}")
 PYTHON
 
 common=(--training.steps 20 --metrics.log_freq 5 --training.mixed_precision_param bfloat16 --compile.enable)
@@ -72,6 +87,8 @@ done
     --job.config_file train_configs/debug_mamba2.toml --job.dump_folder "$out/mamba2_85m" "${common[@]}" \
     --model.flavor 85M --architecture.chunk_size 256 --training.seq_len 1024 --training.local_batch_size 16 \
     --training.global_batch_size 16 --checkpoint.no-enable --validation.no-enable
+"$python" scripts/evaluate.py position-loss --checkpoint "$out/debug/checkpoint" --data data/stdlib/long
+"$python" scripts/evaluate.py moments --checkpoint "$out/debug/checkpoint" --data data/stdlib/validation
 "$python" scripts/benchmark.py mamba2 --layers 4 --batch-size 8 --chunks 64 128 256 --compile \
     --output "$out/mamba2_compiled.json"
 "$python" scripts/benchmark.py dense --layers 12 --seq-len 2048 --batch-size 8 --output "$out/dense_eager.json"
