@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from regdrop_titan.evaluation.position_loss import PositionLoss
+from regdrop_titan.evaluation.position_loss import moving_average
 from regdrop_titan.files import write_json
 from regdrop_titan.signals import interruptible
 
@@ -36,8 +36,8 @@ def read(folder: Path) -> Found | None:
         run, result = file.parent.parent, json.loads(file.read_text())
         seed, setting = int(run.name.split(",")[0].removeprefix("seed=")), run.name.split(",")[1]
         found.context = result["train_context"]
-        loss = PositionLoss(torch.tensor(result["loss"], dtype=torch.float64), result["documents"])
-        found.positions[setting][seed] = loss.moving_average(found.context).numpy()[found.context - 1 :]
+        loss = torch.tensor(result["loss"], dtype=torch.float64)
+        found.positions[setting][seed] = moving_average(loss, found.context).numpy()[found.context - 1 :]
         records = [json.loads(line) for line in (run / "validation.jsonl").read_text().splitlines()]
         found.steps = [record["step"] for record in records]
         for key in (key for key in records[0] if key.startswith("loss_")):
