@@ -15,11 +15,11 @@ SAME_REQUEST = 1.0  # seconds; a launcher forwards what the whole process group 
 
 
 def interruptible(main: Callable[[], int]) -> int:
-    """The exit status of a script that keeps nothing half done: Ctrl-C ends it with one line."""
+    """The exit status of a script whose results are written at its end: Ctrl-C ends it with one line."""
     try:
         return main()
     except KeyboardInterrupt:
-        print("interrupted, nothing is written", file=sys.stderr)
+        print("interrupted, no result is written", file=sys.stderr)
         return 128 + signal.SIGINT
 
 

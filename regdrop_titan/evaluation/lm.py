@@ -97,7 +97,6 @@ class RegDropLM(TemplateLM):
         self.max_length = self.subject.context if max_length is None else max_length
         self.truncation = truncation
         self.cut = 0  # samples that were truncated
-        self.longest = 0  # tokens of the longest request that was last asked for, its answer included
         self.head: list[int] | None = None  # the first tokens of the first prompt
         self._init_ranks()
         self.model = self.subject.load(device or self._default_device())
@@ -119,6 +118,8 @@ class RegDropLM(TemplateLM):
         return torch.stack(gathered)
 
     def gather_object(self, obj, dst: int = 0):
+        if self.world_size == 1:
+            return [obj]
         gathered = [None] * self.world_size if self.rank == dst else None
         dist.gather_object(obj, gathered, dst=dst)
         return gathered
@@ -155,7 +156,6 @@ class RegDropLM(TemplateLM):
 
     def _check_lengths(self, needed: Sequence[int]) -> None:
         """Raise InputError where requests need more tokens than `max_length`, unless they may be cut."""
-        self.longest = max(needed, default=0)
         longer = [n for n in needed if n > self.max_length]
         if not longer or self.max_length == 0:
             return

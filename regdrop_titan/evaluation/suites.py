@@ -149,12 +149,16 @@ def evaluate_ruler(
         except ruler.LeftOut as reason:
             left_out[name] = str(reason)
             continue
-        found = evaluate_tasks(lm, {name: ruler.build_task(name, length, made)}, limit=None, shots=None)
+        task = ruler.build_task(name, length, made)
+        found = evaluate_tasks(lm, {name: task}, limit=None, shots=None)
+        answer = task.config.generation_kwargs["max_gen_toks"]  # type: ignore[index]
+        most = max(len(lm.tok_encode(request.args[0])) for request in task.instances) + answer
+        of_ranks = lm.gather_object(most)
         if found is None:
             continue
         score, answers = found[0][name], found[1]
         scores[name], errors[name], counts[name] = score["value"], score["stderr"], score["n"]
-        longest[name] = lm.longest
+        longest[name] = max(of_ranks)
         samples += [sample | {"length": length} for sample in answers]
     if lm.rank > 0:
         return None

@@ -5,12 +5,14 @@ torchrun --nproc_per_node=8 scripts/evaluate.py lm-eval --checkpoint outputs/RUN
 """
 
 import argparse
+import contextlib
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from tqdm import tqdm
 
 from ...files import write_whole
 from ..results import describe, read_result, result_folder, write_result
-from ..subjects import InputError, Subject
+from ..subjects import InputError, Subject, weights_sha256
 from . import check_positive
 
 NAME = "lm-eval"
@@ -148,21 +150,23 @@ def evaluate_one(
     n = arguments.limit or SAMPLES
     if lm.world_size > n:
         raise InputError(f"--limit {n}: fewer samples than the {lm.world_size} ranks")
+    folder = result_folder(subject, arguments.output, several)
     samples: list[dict] = []
     scores: dict[str, dict] = {}
-    if tasks:
-        found = suites.evaluate_tasks(lm, tasks, arguments.limit, arguments.num_fewshot)
-        if found is not None:
-            scores, samples = found
     by_length = {}
-    lm.max_length = 0  # RULER's prompts are as long as they are asked to be
-    bar = tqdm(lengths if of_ruler else [], desc=f"{subject.label}: RULER", unit="length", disable=lm.rank > 0)
-    for length in bar:
-        bar.set_postfix(tokens=length)
-        found = suites.evaluate_ruler(lm, of_ruler, length, n, arguments.data_dir, arguments.seed)
-        if found is not None:
-            by_length[str(length)] = found[0]
-            samples += found[1]
+    with kept_answers(lm, folder) as remembering:
+        if tasks:
+            found = suites.evaluate_tasks(remembering, tasks, arguments.limit, arguments.num_fewshot)
+            if found is not None:
+                scores, samples = found
+        lm.max_length = 0  # RULER's prompts are as long as they are asked to be
+        bar = tqdm(lengths if of_ruler else [], desc=f"{subject.label}: RULER", unit="length", disable=lm.rank > 0)
+        for length in bar:
+            bar.set_postfix(tokens=length)
+            found = suites.evaluate_ruler(remembering, of_ruler, length, n, arguments.data_dir, arguments.seed)
+            if found is not None:
+                by_length[str(length)] = found[0]
+                samples += found[1]
     if lm.rank > 0:
         return None
     settings = {
@@ -182,13 +186,31 @@ def evaluate_one(
         "suites": suite_means(arguments.suite, suites.SUITES, scores, left_out),
         "ruler": by_length,
     }
-    folder = result_folder(subject, arguments.output, several)
     file = write_result(folder, NAME, result)
     lines = "".join(json.dumps(sample, default=str) + "\n" for sample in samples)
     write_whole(folder / "lm_eval_samples.jsonl", lines)
     show(result)
     print(f"wrote {file} and {folder / 'lm_eval_samples.jsonl'}")
     return result
+
+
+@contextlib.contextmanager
+def kept_answers(lm: Any, folder: Path) -> Iterator[Any]:
+    """The model behind a file of its answers in `folder`, so that an interrupted call that is repeated goes on where it
+    was. The file goes when all is done. Where prompts are cut there is none: those are counted when they are read."""
+    if lm.truncation:
+        yield lm
+        return
+    from lm_eval.api.model import CachingLM
+
+    which = [weights_sha256(lm.model), lm.layers, lm.bos_token, lm.text.sha256, lm.rank, lm.world_size]
+    file = folder / f"lm_eval_answers-{hashlib.sha256(json.dumps(which).encode()).hexdigest()[:16]}.db"
+    remembering = CachingLM(lm, str(file))
+    try:
+        yield remembering
+    finally:
+        remembering.dbdict.close()
+    file.unlink()
 
 
 def suite_means(
