@@ -4,11 +4,13 @@
     python scripts/benchmark.py layer-dropout [--compile]
     torchrun --nproc_per_node=2 scripts/benchmark.py layer-dropout
     python scripts/benchmark.py mamba2 [--compile]
+    python scripts/benchmark.py generation
     python scripts/benchmark.py data [--tokenizer DIR]
 
 Variants take turns, one step each a round, so that a drift of the machine's speed meets all of them alike; a ratio is
 the median over rounds of the pairwise ratios. A dense step is forward, loss, backward and a fused AdamW update; a
-layer-dropout or mamba2 step is forward and backward of a stack of blocks. The data benchmark sets preparation beside
+layer-dropout or mamba2 step is forward and backward of a stack of blocks; a generation step reads prompts and writes
+greedy answers with a cache. The data benchmark sets preparation beside
 the bare tokenizer, and reads a packed set as training does.
 """
 
@@ -32,12 +34,15 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
 from tqdm import tqdm
 
+from regdrop_titan.checkpoints.huggingface import export_huggingface
 from regdrop_titan.data.loader import TrainingLoader
 from regdrop_titan.data.mixture import Mixture
 from regdrop_titan.data.preparation import prepare
 from regdrop_titan.data.stdlib_corpus import stdlib_sources
 from regdrop_titan.data.tokenizers import HuggingFaceTokenizer, TiktokenTokenizer, load_tokenizer, train_tokenizer
+from regdrop_titan.generation import greedy
 from regdrop_titan.models import build_model
+from regdrop_titan.models.cache import Cache, piece_length
 from regdrop_titan.regularization import keep_mask
 from regdrop_titan.signals import interruptible
 
@@ -183,6 +188,50 @@ def mamba2(arguments: argparse.Namespace) -> dict:
         rows[name] = {"seconds": median, "ratio": middle, "quartiles": [low, high]}
         print(f"{name:<20}{1000 * median:>11.1f}   {middle:.3f} [{low:.3f}, {high:.3f}]")
     return {"rows": rows, "seconds": seconds}
+
+
+def generation(arguments: argparse.Namespace) -> dict:
+    """transformers' greedy generation from our export beside ours, and a prompt read in pieces beside one forward."""
+    from transformers import AutoModelForCausalLM
+
+    d = arguments.dim
+    model = build_model(
+        "nape_llama3", "debug", dim=d, n_layers=arguments.layers, n_heads=d // 64, n_kv_heads=d // 64, ffn_dim=3 * d
+    ).eval()  # fmt: skip
+    with tempfile.TemporaryDirectory() as temporary:
+        export_huggingface(model, Path(temporary) / "model")
+        theirs = AutoModelForCausalLM.from_pretrained(
+            Path(temporary) / "model", trust_remote_code=True, dtype=torch.float32
+        ).eval()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, theirs = model.to(device), theirs.to(device)
+    B, S, N = arguments.batch_size, arguments.seq_len, arguments.new_tokens
+    prompts = torch.randint(1, model.args.vocab_size, (B, S), device=device)
+    mask = torch.ones_like(prompts)
+    options = {"max_new_tokens": N, "min_new_tokens": N, "do_sample": False, "pad_token_id": 0}
+
+    @torch.no_grad()
+    def pieces() -> None:
+        cache = Cache(B, S, piece_length(model.args, B, S))
+        for start in range(0, S, cache.chunk):
+            model(prompts[:, start : start + cache.chunk], cache=cache)
+
+    steps: dict[str, Step] = {
+        "transformers": lambda: theirs.generate(prompts, attention_mask=mask, **options),
+        "ours": lambda: greedy(model, list(prompts), N),
+        "one forward": torch.no_grad()(lambda: model(prompts)),
+        "in pieces": pieces,
+    }
+    same = theirs.generate(prompts, attention_mask=mask, **options)[:, S:].tolist() == greedy(model, list(prompts), N)
+    seconds = time_rounds(steps, arguments.rounds, arguments.warmup)
+    rows = {}
+    print(f"{'variant':<20}{'ms a step':>11}   time to the other's [quartiles]; same tokens: {same}")
+    for name, base in (("ours", "transformers"), ("in pieces", "one forward")):
+        middle, low, high = ratio(seconds, name, base)
+        median = statistics.median(seconds[name])
+        rows[f"{name} / {base}"] = {"seconds": median, "ratio": middle, "quartiles": [low, high]}
+        print(f"{name:<20}{1000 * median:>11.1f}   {middle:.3f} [{low:.3f}, {high:.3f}]")
+    return {"rows": rows, "seconds": seconds, "same_tokens": same}
 
 
 def layer_dropout(arguments: argparse.Namespace) -> dict:
@@ -348,19 +397,24 @@ def main() -> int:
         },
         "layer-dropout": {"dim": 512, "layers": 6, "seq-len": 512, "batch-size": 8, "rounds": 11, "warmup": 2},
         "mamba2": {"dim": 768, "layers": 1, "seq-len": 1024, "batch-size": 2, "rounds": 7, "warmup": 1},
+        "generation": {"dim": 256, "layers": 4, "seq-len": 1024, "batch-size": 4, "rounds": 7, "warmup": 1},
     }
-    for name, run in (("dense", dense), ("layer-dropout", layer_dropout), ("mamba2", mamba2)):
+    verbs = {"dense": dense, "layer-dropout": layer_dropout, "mamba2": mamba2, "generation": generation}
+    for name, run in verbs.items():
         command = commands.add_parser(name, help=run.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         for option, default in sizes[name].items():
             command.add_argument(f"--{option}", type=int, default=default, help=" ")
-        command.add_argument("--compile", action="store_true", help="compile each block")
+        if name == "generation":
+            command.add_argument("--new-tokens", type=int, default=64, help="of each answer")
+        else:
+            command.add_argument("--compile", action="store_true", help="compile each block")
         command.add_argument("--output", type=Path, default=Path(f"outputs/benchmark_{name}.json"), help="result file")
         command.set_defaults(run=run)
         if name == "dense":
             command.add_argument("--p", type=float, default=0.1, help="drop probability")
         elif name == "mamba2":
             command.add_argument("--chunks", type=int, nargs="+", default=[32, 64, 128, 256], help="tokens a chunk")
-        else:
+        elif name == "layer-dropout":
             command.add_argument("--rates", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75], help="drop rates")
             command.add_argument("--position", choices=("nape", "rope"), default="nape", help="positions")
     command = commands.add_parser("data", help=data.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)

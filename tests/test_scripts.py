@@ -54,6 +54,16 @@ def test_layer_dropout_benchmark(tmp_path):
     assert python("scripts/benchmark.py", "layer-dropout", "--rates", "1").returncode == 2
 
 
+def test_generation_benchmark(tmp_path, script):
+    """With transformers' answers, token for token."""
+    out = tmp_path / "bench.json"
+    sizes = ["--dim", "128", "--layers", "1", "--seq-len", "16", "--batch-size", "2", "--rounds", "2", "--warmup", "1"]
+    assert script("benchmark", "generation", *sizes, "--new-tokens", "4", "--output", str(out)) == 0
+    result = json.loads(out.read_text())
+    assert result["same_tokens"] and set(result["rows"]) == {"ours / transformers", "in pieces / one forward"}
+    assert len(result["seconds"]["ours"]) == 2
+
+
 def test_data_benchmark(tmp_path, script):
     out = tmp_path / "bench.json"
     sizes = ["--megabytes", "0.3", "--vocab-size", "300", "--samples", "16", "--rounds", "2"]
