@@ -260,12 +260,13 @@ class RegDropLM(TemplateLM):
         options = normalize_gen_kwargs(given, MAX_NEW_TOKENS)
         if options.get("do_sample"):
             raise InputError(f"generation of {given}: only greedy answers are evaluated (do_sample false)")
-        return handle_stop_sequences(options["until"], eos=None), options["max_gen_toks"]
+        most = options["max_gen_toks"]
+        if self.max_length and most >= self.max_length:
+            raise InputError(f"max_length = {self.max_length}: leaves no prompt beside {most} new tokens")
+        return handle_stop_sequences(options["until"], eos=None), most
 
     def _answers(self, prompts: list[list[int]], until: list[str], most: int) -> list[str]:
         room = self.max_length - most if self.max_length else 0
-        if self.max_length and room < 1:
-            raise InputError(f"max_length = {self.max_length}: leaves no prompt beside {most} new tokens")
 
         def finished(row: int, new: list[int]) -> bool:
             return new[-1] == self.eot_token_id or any(stop and stop in self.text.decode(new) for stop in until)

@@ -164,7 +164,7 @@ def test_nothing_is_cut_silently(run):
     kept = n + 5 - 20
     assert cutting._answers([cutting.tok_encode(prompt)[kept:]], ["."], 5)[0] == answer
     with pytest.raises(InputError, match="leaves no prompt beside 20 new tokens"):
-        cutting._answers([ids], [], 20)
+        cutting.generate_until(instances("generate_until", ("The", {"max_gen_toks": 20})))
     with pytest.raises(InputError, match="only greedy"):
         lm.generate_until(instances("generate_until", ("The", {"do_sample": True, "temperature": 1.0})))
 
