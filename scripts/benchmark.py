@@ -40,7 +40,7 @@ from regdrop_titan.data.mixture import Mixture
 from regdrop_titan.data.preparation import prepare
 from regdrop_titan.data.stdlib_corpus import stdlib_sources
 from regdrop_titan.data.tokenizers import HuggingFaceTokenizer, TiktokenTokenizer, load_tokenizer, train_tokenizer
-from regdrop_titan.generation import greedy
+from regdrop_titan.generation import generate
 from regdrop_titan.models import build_model
 from regdrop_titan.models.cache import Cache, piece_length
 from regdrop_titan.regularization import keep_mask
@@ -218,11 +218,12 @@ def generation(arguments: argparse.Namespace) -> dict:
 
     steps: dict[str, Step] = {
         "transformers": lambda: theirs.generate(prompts, attention_mask=mask, **options),
-        "ours": lambda: greedy(model, list(prompts), N),
+        "ours": lambda: generate(model, list(prompts), N),
         "one forward": torch.no_grad()(lambda: model(prompts)),
         "in pieces": pieces,
     }
-    same = theirs.generate(prompts, attention_mask=mask, **options)[:, S:].tolist() == greedy(model, list(prompts), N)
+    answers = theirs.generate(prompts, attention_mask=mask, **options)[:, S:]
+    same = torch.equal(answers.cpu(), torch.stack(generate(model, list(prompts), N)[0]))
     seconds = time_rounds(steps, arguments.rounds, arguments.warmup)
     rows = {}
     print(f"{'variant':<20}{'ms a step':>11}   time to the other's [quartiles]; same tokens: {same}")

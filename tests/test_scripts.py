@@ -18,7 +18,7 @@ def python(*command):
 
 
 HELPFUL = [
-    "average_checkpoints", "benchmark", "evaluate", "export_hf", "import_hf", "prepare_data", "sweep",
+    "average_checkpoints", "benchmark", "evaluate", "export_hf", "generate", "import_hf", "prepare_data", "sweep",
     "train_tokenizer",
 ]  # fmt: skip
 

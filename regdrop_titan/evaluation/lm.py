@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from ..checkpoints import CheckpointError
 from ..data.tokenizers import HuggingFaceTokenizer
-from ..generation import greedy, logits_at
+from ..generation import chosen_layers, generate, logits_at
 from .subjects import InputError, Subject, checkpoint_subject, huggingface_subject
 
 HEAD = 8  # tokens of the first prompt that are logged
@@ -85,7 +85,7 @@ class RegDropLM(TemplateLM):
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise InputError(f"batch_size {batch_size!r}: must be a number of at least 1")
         self.batch_size = int(batch_size)
-        self.layers = chosen_layers(self.subject, exit_layer, skip_layers)
+        self.layers = layers_of(self.subject, exit_layer, skip_layers)
         self.text = self.subject.tokenizer
         self.bos_token = begin_of_text(self.subject) if bos_token is None else bos_token
         if self.bos_token == "none":
@@ -273,7 +273,10 @@ class RegDropLM(TemplateLM):
 
         texts = [torch.tensor(prompt[-room:] if room else prompt) for prompt in prompts]
         answers = []
-        for new in greedy(self.model, texts, most, finished, self.layers):
+        L = self.subject.args.n_layers
+        skipped = [] if self.layers is None else sorted(set(range(L)) - set(self.layers))
+        for ids in generate(self.model, texts, most, skip_layers=skipped, finished=finished)[0]:
+            new = ids.tolist()
             if new[-1] == self.eot_token_id:
                 new = new[:-1]
             answers.append(postprocess_generated_text(self.text.decode(new), until, None))
@@ -299,27 +302,22 @@ def begin_of_text(subject: Subject) -> str | None:
     return next((name for name, i in text.special_ids.items() if i == first), None)
 
 
-def chosen_layers(
+def layers_of(
     subject: Subject, exit_layer: int | None, skip_layers: str | int | Sequence[int] = ()
 ) -> list[int] | None:
     """The layers that are computed, None for all. Raises InputError for indices that there are not."""
-    L = subject.args.n_layers
     try:
-        skipped = [
-            int(layer) for layer in (str(skip_layers).split("+") if isinstance(skip_layers, str | int) else skip_layers)
-        ]
+        skipped = (
+            [int(layer) for layer in str(skip_layers).split("+")]
+            if isinstance(skip_layers, str | int)
+            else list(skip_layers)
+        )
     except ValueError:
         raise InputError(f"skip_layers {skip_layers!r}: give indices joined by +, as 3+5") from None
-    faults = []
-    if exit_layer is not None and not 0 <= exit_layer <= L:
-        faults.append(f"exit_layer {exit_layer}: must be in 0 ... {L}")
-    if wrong := [layer for layer in skipped if not 0 <= layer < L]:
-        faults.append(f"skip_layers {'+'.join(map(str, wrong))}: there are 0 ... {L - 1}")
-    if faults:
-        raise InputError("\n".join(faults))
-    if exit_layer is None and not skipped:
-        return None
-    return [layer for layer in range(L if exit_layer is None else exit_layer) if layer not in skipped]
+    try:
+        return chosen_layers(subject.args.n_layers, exit_layer, skipped)
+    except ValueError as faults:
+        raise InputError(str(faults)) from None
 
 
 def main() -> int:

@@ -1,5 +1,6 @@
 """Reading and writing text with a cache."""
 
-from .decoding import greedy, logits_at
+from .generate import chosen_layers, generate
+from .reading import logits_at
 
-__all__ = ["greedy", "logits_at"]
+__all__ = ["chosen_layers", "generate", "logits_at"]

@@ -81,6 +81,16 @@ class Place:
     documents: Tensor  # (B, K) int32
 
 
+@dataclass(frozen=True)
+class Mark:
+    """Where a cache was: what has been read since can be taken back."""
+
+    lengths: list[int]
+    states: dict[str, State]
+    document: Tensor | None
+    next_document: Tensor | None
+
+
 class Cache:
     """What B sequences of at most `max_length` tokens leave, read at most `chunk` tokens at a time.
 
@@ -167,3 +177,20 @@ class Cache:
         kept.write(k, v, place.slots)
         K = place.positions.shape[1]
         return kept.keys[:, :, :K], kept.values[:, :, :K]
+
+    @property
+    def has_states(self) -> bool:
+        """Whether it holds more than positions: Mamba2 layers' states, or numbers of documents."""
+        return bool(self.states) or self.document is not None
+
+    def mark(self) -> Mark:
+        return Mark(list(self.lengths), dict(self.states), self.document, self.next_document)
+
+    def rewind(self, mark: Mark) -> None:
+        """Take back all that was read since `mark`, which was made at most `chunk` tokens ago."""
+        if any(not 0 <= now - then <= self.chunk for now, then in zip(self.lengths, mark.lengths, strict=True)):
+            raise ValueError(
+                f"from {self.lengths} back to {mark.lengths}: at most {self.chunk} tokens can be taken back"
+            )
+        self.lengths, self.states = list(mark.lengths), dict(mark.states)
+        self.document, self.next_document = mark.document, mark.next_document

@@ -1,10 +1,10 @@
-"""Batches of sequences of different lengths through a decoder with a cache: what they say next, and how likely it is.
+"""Batches of sequences of different lengths through a decoder with a cache.
 
 Sequences are padded on the right, where no layer reads the padding (`models/cache.py`): a sequence's results do not
 depend on what is beside it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -51,43 +51,3 @@ def logits_at(model: Decoder, sequences: Sequence[Tensor], at: Tensor, layers: S
     for logits, here in read(model, padded(sequences, device), lengths, cache, at, layers):
         found = torch.where(here[..., None], logits.float(), found)
     return found
-
-
-@torch.no_grad()
-def greedy(
-    model: Decoder,
-    prompts: Sequence[Tensor],
-    max_new_tokens: int,
-    finished: Callable[[int, list[int]], bool] = lambda row, new: False,
-    layers: Sequence[int] | None = None,
-) -> list[list[int]]:
-    """What `model` (in evaluation mode) writes behind each prompt, always the likeliest token.
-
-    Args:
-        prompts: each (n,) int64, at least one token.
-        finished: called with a row and the ids that it has written; True ends the row there.
-        layers: only these layers, as the decoder's `layers`.
-
-    Returns:
-        Of each prompt at most `max_new_tokens` ids.
-    """
-    device = next(model.parameters()).device
-    lengths = [len(prompt) for prompt in prompts]
-    longest = max(lengths) + max_new_tokens
-    cache = Cache(len(prompts), longest, piece_length(model.args, len(prompts), longest))
-    last = torch.tensor(lengths, device=device)[:, None] - 1  # (B, 1)
-    next_id = torch.zeros_like(last)
-    for logits, here in read(model, padded(prompts, device), lengths, cache, last, layers):
-        next_id = torch.where(here, logits.argmax(-1), next_id)
-    written: list[list[int]] = [[] for _ in prompts]
-    writing = set(range(len(prompts)))
-    for step in range(max_new_tokens):
-        ids = next_id[:, 0].tolist()
-        for row in sorted(writing):
-            written[row].append(ids[row])
-            if finished(row, written[row]):
-                writing.discard(row)
-        if not writing or step == max_new_tokens - 1:
-            break
-        next_id = model(next_id, layers=layers, cache=cache).argmax(-1)
-    return written
