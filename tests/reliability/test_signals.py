@@ -19,7 +19,7 @@ from regdrop_titan.signals import StopSignals
 from ..distributed.harness import BASE, ROOT, environment
 from ..distributed.ranks import Ranks, train
 
-LONG_STEPS = ["--training.global_batch_size", "2048"]  # several seconds each
+LONG_STEPS = ["--training.global_batch_size", "16384"]  # half a minute each, of which a test sees the beginning
 
 
 def train_after(rank, before, args):
@@ -143,7 +143,7 @@ def test_a_second_signal_ends_at_once_and_harms_nothing(run, tmp_path):
     ranks.signal(signal.SIGTERM)
     begun = time.monotonic()
     assert ranks.wait() == [143, 143]
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 5
     assert survey(tmp_path / "out/checkpoint") == ([1], {}) and logged(tmp_path) == 1
 
 
