@@ -137,6 +137,7 @@ def test_a_second_signal_ends_at_once_and_harms_nothing(run, tmp_path):
     assert ranks.wait() == [0, 0]
     ranks = run("--training.steps", "100", "--checkpoint.enable", *LONG_STEPS)
     wait_for(lambda: "Training starts at step 2" in ranks.said())
+    time.sleep(3)  # into the step: a signal before it would be answered at once
     ranks.signal(signal.SIGTERM)
     wait_for(lambda: "a second signal ends at once" in ranks.said())
     time.sleep(signals.SAME_REQUEST + 0.2)
