@@ -22,6 +22,7 @@ from regdrop_titan.evaluation.subjects import (
     checkpoint_subject,
     huggingface_subject,
     scale_positions,
+    tell,
     unique_labels,
 )
 from regdrop_titan.evaluation.verbs import copying, depth, lm_eval, moments, position_loss
@@ -110,9 +111,7 @@ def main() -> int:
     try:
         arguments.evaluate(find_subjects(arguments), arguments)
     except (InputError, CheckpointError, DataError) as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 2
+        return tell(error)
     return 0
 
 

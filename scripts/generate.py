@@ -15,7 +15,7 @@ import torch
 
 from regdrop_titan.checkpoints import CheckpointError
 from regdrop_titan.data.tokenizers import Tokenizer
-from regdrop_titan.evaluation.subjects import InputError, checkpoint_subject
+from regdrop_titan.evaluation.subjects import InputError, checkpoint_subject, tell
 from regdrop_titan.generation import generate
 from regdrop_titan.signals import interruptible
 
@@ -110,9 +110,7 @@ def main() -> int:
     try:
         run(parser.parse_args())
     except (InputError, CheckpointError) as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 2
+        return tell(error)
     return 0
 
 

@@ -34,7 +34,7 @@ from tqdm import tqdm
 from ..checkpoints import CheckpointError
 from ..data.tokenizers import HuggingFaceTokenizer
 from ..generation import chosen_layers, generate, logits_at
-from .subjects import InputError, Subject, checkpoint_subject, huggingface_subject
+from .subjects import InputError, Subject, checkpoint_subject, huggingface_subject, tell
 
 HEAD = 8  # tokens of the first prompt that are logged
 MAX_NEW_TOKENS = 256  # of tasks that do not say
@@ -325,9 +325,7 @@ def main() -> int:
     try:
         cli_evaluate()
     except (InputError, CheckpointError) as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 2
+        return tell(error)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +22,13 @@ from ..models import Decoder, DecoderArgs
 
 class InputError(Exception):
     """Arguments of an evaluation that cannot be used; one line a fault."""
+
+
+def tell(error: Exception) -> int:
+    """Say on stderr what a user can mend, a line a fault; returns the exit status."""
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    return 2
 
 
 @dataclass
