@@ -1,6 +1,7 @@
 """Reading and writing text with a cache."""
 
+from .drafts import Draft
 from .generate import chosen_layers, generate
 from .reading import logits_at
 
-__all__ = ["chosen_layers", "generate", "logits_at"]
+__all__ = ["Draft", "chosen_layers", "generate", "logits_at"]

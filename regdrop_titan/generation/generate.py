@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..models import Decoder
+from ..models import Decoder, Part
 from ..models.cache import Cache, piece_length
 from ..seeds import derive_seed
+from .drafts import Draft, DraftExit, faults_of_parts
 from .reading import padded, read
 from .sampling import distribution, draw
 
@@ -33,6 +34,16 @@ class Sampling:
 
     def of(self, logits: Tensor) -> Tensor:
         return distribution(logits, self.temperature, self.top_k, self.top_p)
+
+    def faults(self) -> list[str]:
+        found = []
+        if not self.temperature >= 0:
+            found.append(f"temperature {self.temperature}: must be at least 0")
+        if self.top_k is not None and self.top_k < 1:
+            found.append(f"top_k {self.top_k}: must be at least 1")
+        if not 0 < self.top_p <= 1:
+            found.append(f"top_p {self.top_p}: must be above 0 and at most 1")
+        return found
 
 
 def chosen_layers(n_layers: int, exit_layer: int | None, skip_layers: Sequence[int]) -> list[int] | None:
@@ -54,35 +65,31 @@ def faults_of(
     prompts: Sequence[Tensor],
     max_new_tokens: int,
     sampling: Sampling,
-    draft_layers: Sequence[int] | None,
-    draft_length: int,
+    draft: Draft | None,
+    max_length: int | None,
 ) -> list[str]:
     """What cannot be done, a line each."""
-    V, L = model.args.vocab_size, model.args.n_layers
+    V = model.args.vocab_size
     found = []
     if not prompts:
         found.append("prompts: there are none")
-    found += [f"prompt {i}: is empty" for i, prompt in enumerate(prompts) if not len(prompt)]
-    found += [
-        f"prompt {i}: has ids outside of 0 ... {V - 1}"
-        for i, prompt in enumerate(prompts)
-        if len(prompt) and not 0 <= int(prompt.min()) <= int(prompt.max()) < V
-    ]
+    for i, prompt in enumerate(prompts):
+        if not len(prompt):
+            found.append(f"prompt {i}: is empty")
+        elif not 0 <= int(prompt.min()) <= int(prompt.max()) < V:
+            found.append(f"prompt {i}: has ids outside of 0 ... {V - 1}")
+        if max_length is not None and len(prompt) + max_new_tokens > max_length:
+            found.append(
+                f"prompt {i}: {len(prompt)} tokens and {max_new_tokens} new ones: the cache has room for {max_length} "
+                "(max_length)"
+            )
     if max_new_tokens < 1:
         found.append(f"max_new_tokens {max_new_tokens}: must be at least 1")
-    if not sampling.temperature >= 0:
-        found.append(f"temperature {sampling.temperature}: must be at least 0")
-    if sampling.top_k is not None and sampling.top_k < 1:
-        found.append(f"top_k {sampling.top_k}: must be at least 1")
-    if not 0 < sampling.top_p <= 1:
-        found.append(f"top_p {sampling.top_p}: must be above 0 and at most 1")
-    if draft_layers is not None:
-        if wrong := [layer for layer in draft_layers if not 0 <= layer < L]:
-            found.append(f"draft_layers {' '.join(map(str, wrong))}: there are 0 ... {L - 1}")
-        if not draft_layers:
-            found.append("draft_layers: there are none; a draft needs at least one layer")
-        if draft_length < 1:
-            found.append(f"draft_length {draft_length}: must be at least 1")
+    found += sampling.faults()
+    if draft is not None:
+        found += faults_of_parts(model.args, draft.parts) + DraftExit.faults(draft.exit)
+        if draft.length < 1:
+            found.append(f"draft_length {draft.length}: must be at least 1")
     return found
 
 
@@ -94,43 +101,54 @@ def generate(
     temperature: float = 0.0,
     exit_layer: int | None = None,
     skip_layers: Sequence[int] = (),
-    draft_layers: Sequence[int] | None = None,
+    draft_layers: Sequence[Part] | None = None,
     draft_length: int = 5,
     *,
+    draft_exit: float | str | None = None,
     top_k: int | None = None,
     top_p: float = 1.0,
     seed: int = 0,
-    finished: Callable[[int, list[int]], bool] = lambda row, new: False,
-    wrote: Callable[[int, list[int]], object] = lambda row, new: None,
+    max_length: int | None = None,
+    finished: Callable[[int, list[int]], bool] = lambda row, ids: False,
+    wrote: Callable[[int, list[int]], None] = lambda row, ids: None,
 ) -> tuple[list[Tensor], dict[str, float]]:
-    """What `model` (in evaluation mode) writes behind each prompt.
+    """Go on from each prompt.
 
     Args:
-        prompts: each (n,) int64, at least one token; of any lengths, which do not touch each other's answers.
-        max_new_tokens: of each answer, at most.
-        temperature, top_k, top_p: as `distribution` takes them; temperature 0 is greedy.
-        exit_layer, skip_layers: only a part of the model writes.
-        draft_layers: the layers that draft, in their order. None: no draft.
-        draft_length: tokens that are drafted before each pass of the model, gamma.
-        seed: of the draws; each row has its own stream.
-        finished: called with a row and all ids it has written, after each; True ends the row there.
+        model: in evaluation mode, on its device.
+        prompts: (n,) int64 each, at least one token, of any lengths.
+        max_new_tokens: of each answer.
+        temperature: 0 is greedy; else `top_k` and `top_p` also count, as in `sampling.distribution`.
+        exit_layer: only the first so many layers write.
+        skip_layers: these do not.
+        draft_layers: these draft for those that write, in this order; in place of a layer, one of its sublayers,
+            `(5, "attention")`. None: no draft.
+        draft_length: tokens that are drafted at a time, at most.
+        draft_exit: the draft stops behind a token of which it was less sure than this, in [0, 1]; "adaptive": a
+            threshold that follows what was accepted (`drafts.DraftExit`). None: never.
+        seed: of the draws; every row has a stream of its own.
+        max_length: tokens of a prompt with its answer that there is room for. None: as many as are asked for.
+        finished: whether a row ends behind these new ids.
         wrote: called with a row and the ids that it has written since the last call.
 
     Returns:
-        The new ids of each prompt, (n,) int64, and statistics: "accepted" and "drafted" tokens, "passes" of the model
-        (without those that read the prompts), "tokens" written, "seconds".
+        The new ids of each prompt, (n,) int64, and statistics: "tokens" written, "seconds", "passes" of the model
+        (without those that read the prompts), "verified" (the rows of all passes: tokens / verified is what a pass
+        writes of a row), "drafted" tokens, those "accepted", and those "tested" (accepted, and the first of each row
+        and pass that was not: accepted / tested is the rate of acceptance a token).
 
     Raises:
         ValueError: arguments that cannot be used, a line a fault.
     """
     sampling = Sampling(temperature, top_k, top_p)
-    gamma = 0 if draft_layers is None else draft_length
-    if faults := faults_of(model, prompts, max_new_tokens, sampling, draft_layers, draft_length):
+    drafting = None if draft_layers is None else Draft(tuple(draft_layers), draft_length, draft_exit)
+    if faults := faults_of(model, prompts, max_new_tokens, sampling, drafting, max_length):
         raise ValueError("\n".join(faults))
     layers = chosen_layers(model.args.n_layers, exit_layer, skip_layers)
     began = time.perf_counter()
     device = next(model.parameters()).device
     B, longest = len(prompts), max(map(len, prompts))
+    gamma = 0 if drafting is None else drafting.length
     room = longest + max_new_tokens + gamma
     cache = Cache(B, room, max(piece_length(model.args, B, room), gamma + 1))
     before = [len(prompt) - 1 for prompt in prompts]
@@ -139,12 +157,14 @@ def generate(
     last = torch.stack([prompt[-1] for prompt in prompts]).to(device)[:, None]  # (B, 1), not read yet
     generators = [torch.Generator(device).manual_seed(derive_seed("generation", seed, row)) for row in range(B)]
     written: list[list[int]] = [[] for _ in prompts]
-    writing = list(range(B))
-    stats = {"accepted": 0, "drafted": 0, "passes": 0}
-    while writing:
-        n_drafts = min(gamma, max_new_tokens - 1 - min(len(written[row]) for row in writing))
+    rows = list(range(B))  # that are being written: those of the cache, `last` and the generators
+    stop = DraftExit(draft_exit)
+    stats = dict.fromkeys(("tokens", "passes", "verified", "drafted", "accepted", "tested"), 0)
+    while rows:
+        n_most = min(gamma, max_new_tokens - 1 - min(len(written[row]) for row in rows))
         mark = cache.mark()
-        drafts, q = draft(model, last, n_drafts, cache, draft_layers or (), sampling, generators)
+        drafts, q = draft(model, last, n_most, cache, draft_layers or (), stop, sampling, generators)
+        n_drafts = drafts.shape[1]
         cache.rewind(mark)
         tokens = torch.cat([last, drafts], dim=1)  # (B, n_drafts + 1)
         p = sampling.of(model(tokens, layers=layers, cache=cache))  # (B, n_drafts + 1, V)
@@ -155,19 +175,25 @@ def generate(
         elif min(taken) <= n_drafts:  # what is not accepted is in the states: read the others alone
             cache.rewind(mark)
             model(tokens, layers=layers, cache=cache, counts=taken)
-        last = following[:, None]
+        stop.learn(sum(accepted), n_drafts * len(rows))
         stats["passes"] += 1
-        for row in list(writing):
-            new = [*drafts[row, : accepted[row]].tolist(), int(following[row])]
-            n_new = len(written[row])
-            ended = write(row, new, written[row], max_new_tokens, finished)
-            n_new = len(written[row]) - n_new
-            wrote(row, written[row][-n_new:])
+        going = []
+        for i, (row, new, next_id) in enumerate(zip(rows, drafts.tolist(), following.tolist(), strict=True)):
+            n = len(written[row])
+            if not write(row, [*new[: accepted[i]], next_id], written[row], max_new_tokens, finished):
+                going.append(i)
+            n_new = len(written[row]) - n
+            wrote(row, written[row][n:])
+            stats["tokens"] += n_new
+            stats["verified"] += 1
             stats["drafted"] += n_drafts
-            stats["accepted"] += min(accepted[row], n_new)
-            if ended:
-                writing.remove(row)
-    found: dict[str, float] = {**stats, "tokens": sum(map(len, written)), "seconds": time.perf_counter() - began}
+            stats["accepted"] += min(accepted[i], n_new)
+            stats["tested"] += min(accepted[i] + 1, n_drafts, n_new)
+        last = following[going, None]
+        rows, generators = [rows[i] for i in going], [generators[i] for i in going]
+        if rows:
+            cache.keep_rows(going)
+    found: dict[str, float] = {**stats, "seconds": time.perf_counter() - began}
     return [torch.tensor(ids, dtype=torch.int64) for ids in written], found
 
 
@@ -176,19 +202,25 @@ def draft(
     last: Tensor,
     n: int,
     cache: Cache,
-    layers: Sequence[int],
+    layers: Sequence[Part],
+    stop: DraftExit,
     sampling: Sampling,
     generators: list[torch.Generator],
 ) -> tuple[Tensor, Tensor]:
-    """`n` tokens that these layers write behind `last` (B, 1): (B, n), and the distributions that they are drawn from,
-    (B, n, V)."""
-    tokens, distributions = [last], []
-    for _ in range(n):
-        q = sampling.of(model(tokens[-1], layers=layers, cache=cache))[:, 0]  # (B, V)
-        distributions.append(q)
-        tokens.append(draw(q, generators)[:, None])
+    """Up to `n` tokens that these layers write behind `last` (B, 1), until all rows were unsure: (B, m), and the
+    distributions that they are drawn from, (B, m, V)."""
+    tokens: list[Tensor] = [last]
+    distributions: list[Tensor] = []
+    unsure = torch.zeros(len(last), dtype=torch.bool, device=last.device)
+    while len(distributions) < n and not (distributions and unsure.all()):
+        logits = model(tokens[-1], layers=layers, cache=cache)[:, 0]  # (B, V)
+        distributions.append(sampling.of(logits))
+        tokens.append(draw(distributions[-1], generators)[:, None])
+        # whether to go on is decided by what was written before, so that it does not bend what is written
+        if (now := stop.unsure(logits)) is not None:
+            unsure |= now
     nothing = torch.zeros(len(last), 0, model.args.vocab_size, device=last.device)
-    return torch.cat([last[:, :0], *tokens[1:]], dim=1), torch.stack(distributions, dim=1) if n else nothing
+    return torch.cat([last[:, :0], *tokens[1:]], dim=1), torch.stack(distributions, dim=1) if tokens[1:] else nothing
 
 
 def verify(p: Tensor, q: Tensor, drafts: Tensor, generators: list[torch.Generator]) -> tuple[list[int], Tensor]:

@@ -1,7 +1,7 @@
 """Model families as arguments of one decoder."""
 
 from .args import FAMILIES, DecoderArgs, Flavors, flavor_args
-from .decoder import Decoder
+from .decoder import Decoder, Part
 from .positions import alibi_slopes, nape_slopes
 from .scan import ssd_scan
 
@@ -10,6 +10,7 @@ __all__ = [
     "Decoder",
     "DecoderArgs",
     "Flavors",
+    "Part",
     "alibi_slopes",
     "build_model",
     "flavor_args",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from .args import DecoderArgs
-from .cache import Cache, Place
+from .cache import Cache, KeyValues, Place
 from .positions import (
     apply_rotary,
     attention_bias,
@@ -50,9 +50,8 @@ class AttentionContext:
     log_n: Tensor | None = None  # ([B,] S) fp32, ln(i + 2), of layers that scale their queries
     scaled_heads: Tensor | None = None  # (H,) bool; None: all
     parameters: tuple[Tensor, ...] = ()  # none that the block does not hold itself
-    cache: Cache | None = None  # its keys and values come before those of the input
-    place: Place | None = None  # in the cache
-    layer: str = ""  # this layer's name in the cache
+    kept: KeyValues | None = None  # of this layer, of the tokens before; takes up those of the input
+    place: Place | None = None  # of the input in the cache
 
     def of_rows(self, rows: Tensor | None) -> "AttentionContext":
         """The context of some sequences of the batch: indices (n,), None for all of them."""
@@ -276,7 +275,7 @@ class Attention(nn.Module):
         """The context for the forward that `cache` has begun. Always with a bias, on SDPA."""
         place, reading = cache.place(self.window), cache.reading
         assert reading is not None
-        context = AttentionContext(cache=cache, place=place)
+        context = AttentionContext(place=place)
         if self.position == "rope":
             context.rotary = rotary_at(reading.positions, self.head_dim, self.rope_theta, self.yarn)
         if self.scaling is not None:
@@ -288,6 +287,13 @@ class Attention(nn.Module):
             same = reading.documents[:, :, None] == place.documents[:, None, :]
         context.bias = cached_bias(self.slopes, self.window, reading.positions, place.positions, same)
         return context
+
+    def own_context(self, shared: AttentionContext, layer: str, cache: Cache | None) -> AttentionContext:
+        """`shared`, with what `cache` keeps of this layer."""
+        if cache is None:
+            return shared
+        kept = cache.keys_values(layer, self.window, self.n_kv_heads, self.head_dim, self.wk.weight)
+        return dataclasses.replace(shared, kept=kept)
 
     def forward(self, *inputs: Tensor, context: AttentionContext) -> Tensor:
         """One input (B, S, d) for all three projections, or one each for q, k, v (`mask = "per_linear"`)."""
@@ -304,8 +310,8 @@ class Attention(nn.Module):
                 factor = torch.where(context.scaled_heads, factor, 1.0)
             q = (q * factor[..., None]).to(q.dtype)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, head_dim)
-        if context.cache is not None and context.place is not None:
-            k, v = context.cache.store(context.layer, self.window, context.place, k, v)
+        if context.kept is not None and context.place is not None:
+            k, v = context.kept.store(k, v, context.place)
         dropout_p = self.attention_p if self.training else 0.0
         if self.entmax:
             out = entmax15_attention(q, k, v, context, self.scale, dropout_p)

@@ -3,7 +3,6 @@
 Layer dropout acts on the block (or on each sublayer) from outside: it chooses the rows that go in.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -19,6 +18,8 @@ from .mamba2 import Mamba2, MambaContext, Passed
 from .norm import build_norm
 
 Context = AttentionContext | MambaContext
+
+SUBLAYERS = ("attention", "feed_forward")  # of a layer with two
 
 
 class Residual(nn.Module):
@@ -99,15 +100,24 @@ class Block(nn.Module):
         """The same for the forward that `cache` has begun."""
         return self.mixer.inner.cached_context(cache)
 
-    def own_context(self, shared: Context, layer: str, passed: Passed | None = None) -> Context:
+    def own_context(
+        self, shared: Context, layer: str, passed: Passed | None = None, cache: Cache | None = None
+    ) -> Context:
         """`shared`, with what this layer, called `layer`, reads outside of its block."""
+        inner = self.mixer.inner
         if isinstance(shared, MambaContext):
-            return self.mamba.inner.own_context(shared, layer, passed)
-        return shared if shared.cache is None else dataclasses.replace(shared, layer=layer)
+            assert isinstance(inner, Mamba2)
+            return inner.own_context(shared, layer, passed)
+        assert isinstance(inner, Attention)
+        return inner.own_context(shared, layer, cache)
 
-    def forward(self, x: Tensor, context: Context, kept: tuple[Kept, ...] = ()) -> Tensor:
+    def forward(self, x: Tensor, context: Context, kept: tuple[Kept, ...] = (), sublayer: str | None = None) -> Tensor:
         """`kept`: nothing (dense), one for the whole block, or one each for attention and feed-forward (of which a
-        Mamba2 layer reads the first)."""
+        Mamba2 layer reads the first). `sublayer`: one of SUBLAYERS alone, of all sequences. None: all."""
+        if sublayer is not None:
+            residual: Residual = getattr(self, sublayer)
+            arguments = {"context": context} if residual is self.mixer else {}
+            return x + scaled(residual(x, **arguments), kept[0].scale if kept else None)
         if not kept:
             x = x + self.mixer(x, context=context)
             return x if self.is_mamba else x + self.feed_forward(x)

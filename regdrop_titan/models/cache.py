@@ -31,17 +31,31 @@ def piece_length(args: DecoderArgs, batch: int, length: int) -> int:
 
 
 @dataclass
+class Place:
+    """Where the tokens of a forward go in the layers of one window, and what lies in the first K slots."""
+
+    slots: Tensor  # (B or 1, n) int64
+    positions: Tensor  # (B or 1, K) int64, -1 where empty
+    documents: Tensor  # (B, K) int32
+    rows: Tensor  # (B, 1) int64, 0 ... B-1
+
+
+@dataclass(eq=False)
 class KeyValues:
     """One attention layer's keys and values, (B, H_kv, C, head_dim) each."""
 
     keys: Tensor
     values: Tensor
 
-    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Put k and v (B, H_kv, n, head_dim) into `slots` (B or 1, n)."""
-        rows = torch.arange(len(k), device=k.device)[:, None]  # (B, 1)
-        self.keys[rows, :, slots] = k.transpose(1, 2).to(self.keys.dtype)
-        self.values[rows, :, slots] = v.transpose(1, 2).to(self.values.dtype)
+    def store(self, k: Tensor, v: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+        """Keep k and v (B, H_kv, n, head_dim); returns those of the first K slots."""
+        for kept, new in ((self.keys, k.to(self.keys.dtype)), (self.values, v.to(self.values.dtype))):
+            if len(place.slots) == 1:  # the same for all rows
+                kept.index_copy_(2, place.slots[0], new)
+            else:
+                kept[place.rows, :, place.slots] = new.transpose(1, 2)
+        K = place.positions.shape[1]
+        return self.keys[:, :, :K].to(k.dtype), self.values[:, :, :K].to(v.dtype)
 
 
 @dataclass(eq=False)
@@ -70,15 +84,6 @@ class Reading:
     counts: Tensor | None  # (B,) int64; None: all n
     documents: Tensor | None = None  # (B, n) int32
     document_before: Tensor | None = None  # (B,) int32, of the token before
-
-
-@dataclass
-class Place:
-    """Where the tokens of a forward go in the layers of one window, and what lies in the first K slots."""
-
-    slots: Tensor  # (B or 1, n) int64
-    positions: Tensor  # (B or 1, K) int64, -1 where empty
-    documents: Tensor  # (B, K) int32
 
 
 @dataclass(frozen=True)
@@ -166,17 +171,32 @@ class Cache:
             kept.documents[rows, slots] = reading.documents
         K = min(C, reading.end)
         # where all are equally long, one row says it for all
-        return Place(slots, kept.positions[: len(slots), :K], kept.documents[:, :K])
+        return Place(slots, kept.positions[: len(slots), :K], kept.documents[:, :K], rows)
 
-    def store(self, layer: str, window: int | None, place: Place, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep k and v (B, H_kv, n, head_dim) of a layer; returns those of its first K slots."""
+    def keys_values(self, layer: str, window: int | None, heads: int, head_dim: int, like: Tensor) -> KeyValues:
+        """What it keeps of a layer, made at the first call with the type and device of `like`."""
         if layer not in self.layers:
-            shape = *k.shape[:2], self.capacity(window), k.shape[3]
-            self.layers[layer] = KeyValues(k.new_zeros(shape), v.new_zeros(shape))
-        kept = self.layers[layer]
-        kept.write(k, v, place.slots)
-        K = place.positions.shape[1]
-        return kept.keys[:, :, :K], kept.values[:, :, :K]
+            shape = self.batch, heads, self.capacity(window), head_dim
+            self.layers[layer] = KeyValues(like.new_zeros(shape), like.new_zeros(shape))
+        return self.layers[layer]
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Forget all sequences but these, in this order."""
+        if list(rows) == list(range(self.batch)):
+            return
+
+        def of(t: Tensor) -> Tensor:
+            return t[torch.tensor(rows, device=t.device)]
+
+        self.batch, self.lengths = len(rows), [self.lengths[row] for row in rows]
+        for layer in self.layers.values():
+            layer.keys, layer.values = of(layer.keys), of(layer.values)
+        for slots in self.slots.values():
+            slots.positions, slots.documents = of(slots.positions), of(slots.documents)
+        for name, state in self.states.items():
+            self.states[name] = State(of(state.conv_x), of(state.conv_bc), of(state.scan))
+        if self.document is not None and self.next_document is not None:
+            self.document, self.next_document = of(self.document), of(self.next_document)
 
     @property
     def has_states(self) -> bool:

@@ -8,12 +8,14 @@ from torchtitan.protocols.model import ModelProtocol
 
 from ..regularization.layer_dropout import Kept, kept_rows
 from .args import DecoderArgs
-from .block import Block, Context
+from .block import SUBLAYERS, Block, Context
 from .cache import Cache
 from .initialization import initialize
 from .mamba2 import Passed
 from .norm import build_norm
 from .positions import document_ids
+
+Part = int | tuple[int, str]  # a layer, or one of its SUBLAYERS: (5, "attention")
 
 
 class Decoder(ModelProtocol):
@@ -80,7 +82,7 @@ class Decoder(ModelProtocol):
         documents: Tensor | None = None,
         keep: Tensor | tuple[tuple[int, ...], ...] | None = None,
         scale: Sequence[float] | None = None,
-        layers: Sequence[int] | None = None,
+        layers: Sequence[Part] | None = None,
         passed: Passed | None = None,
         cache: Cache | None = None,
         counts: Sequence[int] | None = None,
@@ -95,7 +97,8 @@ class Decoder(ModelProtocol):
             keep: which sequences each layer computes, bool on the CPU: (B, L), or (B, L, 2) for attention and
                 feed-forward apart. None: all.
             scale: L Python floats, the factor r of each layer's update. None: 1, in evaluation `args.eval_scale`.
-            layers: only these layers, in this order: `range(n)` exits early. None: all.
+            layers: only these layers, in this order: `range(n)` exits early. In place of a layer, one of its sublayers:
+                `(5, "attention")`. None: all.
             passed: the states that Mamba2 layers start from, and where they leave theirs. None: zeros.
             cache: of the tokens before these; takes these up. Of whole models in evaluation.
             counts: with a cache, how many of each row's tokens are real, the others being padding on its right; what is
@@ -110,20 +113,29 @@ class Decoder(ModelProtocol):
             ValueError: `keep` of another shape, dtype or device, `scale` of another length, an unknown layer, or more
                 tokens than the cache takes.
         """
-        chosen = list(self.layers) if layers is None else [str(layer) for layer in layers]
-        if unknown := [name for name in chosen if name not in self.layers]:
+        chosen = [int(name) for name in self.layers] if layers is None else list(layers)
+        if unknown := [str(part) for part in chosen if not self.has(part)]:
             raise ValueError(f"no layer {', '.join(unknown)}: there are 0 ... {self.args.n_layers - 1}")
+        if keep is not None and any(isinstance(part, tuple) for part in chosen):
+            raise ValueError("keep drops sequences of whole layers: it cannot be with single sublayers")
         if cache is not None:
             cache.begin(tokens, counts, self.args.eos_id if self.args.document_mask else None)
             passed = Passed(cache.states)
         h, through = self.begin(tokens, documents, keep, scale, passed, cache)
-        for name in chosen:
-            h = through(int(name), h)
+        for part in chosen:
+            h = through(part, h)
         if cache is not None and passed is not None:
             cache.states |= passed.final
         if at is not None:
             h = h.gather(1, at[..., None].expand(-1, -1, h.shape[2]))
         return self.head(h)
+
+    def has(self, part: Part) -> bool:
+        """Whether this stage has the layer, or a layer with that sublayer. A Mamba2 layer has none beside itself."""
+        layer, sublayer = part if isinstance(part, tuple) else (part, None)
+        if str(layer) not in self.layers:
+            return False
+        return sublayer is None or (sublayer in SUBLAYERS and not self.layers[str(layer)].is_mamba)
 
     def begin(
         self,
@@ -133,9 +145,9 @@ class Decoder(ModelProtocol):
         scale: Sequence[float] | None = None,
         passed: Passed | None = None,
         cache: Cache | None = None,
-    ) -> tuple[Tensor, Callable[[int, Tensor], Tensor]]:
-        """The residual stream (B, S, d) before the first layer, and `through(layer, h)`, which takes it through one
-        layer of this stage. Arguments as `forward`'s, the cache having begun with these tokens.
+    ) -> tuple[Tensor, Callable[[Part, Tensor], Tensor]]:
+        """The residual stream (B, S, d) before the first layer, and `through(part, h)`, which takes it through one
+        layer of this stage, or one sublayer. Arguments as `forward`'s, the cache having begun with these tokens.
 
         For evaluation, which looks at it between layers: hooks of the whole model, FSDP2's for one, act in `forward`.
         """
@@ -153,14 +165,16 @@ class Decoder(ModelProtocol):
         contexts: dict[str, Context] = {}
         kinds = self.args.layer_kinds
 
-        def through(layer: int, h: Tensor) -> Tensor:
+        def through(part: Part, h: Tensor) -> Tensor:
+            layer, sublayer = part if isinstance(part, tuple) else (part, None)
             name, kind = str(layer), kinds[layer]
             block = self.layers[name]
             if kind not in contexts:
                 contexts[kind] = (
                     block.context(seq_len, device, documents) if cache is None else block.cached_context(cache)
                 )
-            return block(h, block.own_context(contexts[kind], name, passed), kept[layer])
+            own = block.own_context(contexts[kind], name, passed, cache)
+            return block(h, own, kept[layer]) if sublayer is None else block(h, own, kept[layer], sublayer)
 
         return h, through
 
