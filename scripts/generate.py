@@ -2,21 +2,28 @@
 
     python scripts/generate.py --checkpoint outputs/RUN/checkpoint --prompt "def main("
     python scripts/generate.py --checkpoint outputs/RUN/checkpoint --prompt "def main(" --exit-layer 8
-    python scripts/generate.py --checkpoint outputs/RUN/checkpoint --prompt "def main(" --speculative 0 1 3
+    python scripts/generate.py --checkpoint outputs/RUN/checkpoint --prompt "def main(" --speculative 0 1a 1f 3
+    python scripts/generate.py --checkpoint outputs/RUN/checkpoint --prompt "def main(" --speculative draft.json
 
 Greedy unless --temperature is above 0. With --speculative these layers draft for the whole model: the text is the same,
 and what it cost is told at the end.
 """
 
 import argparse
+import dataclasses
 import sys
+from pathlib import Path
+from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from regdrop_titan.checkpoints import CheckpointError
 from regdrop_titan.data.tokenizers import Tokenizer
 from regdrop_titan.evaluation.subjects import InputError, checkpoint_subject, tell
-from regdrop_titan.generation import generate
+from regdrop_titan.generation import Draft, generate
+from regdrop_titan.generation.drafts import parse_part, read_draft
+from regdrop_titan.generation.measure import Acceptance, Comparison, compare
 from regdrop_titan.signals import interruptible
 
 
@@ -52,11 +59,68 @@ class Stream:
             self.printed += new
 
 
+def find_draft(arguments: argparse.Namespace) -> Draft | None:
+    """The draft that the arguments name: layers, or a file of search_draft.py. Raises ValueError."""
+    named = arguments.speculative
+    if named is None:
+        return None
+    if len(named) == 1 and not named[0][:1].isdigit():
+        draft = read_draft(Path(named[0]))
+    else:
+        draft = Draft(tuple(map(parse_part, named)))
+    changed: dict[str, Any] = {"length": arguments.draft_length, "exit": arguments.draft_exit}
+    return dataclasses.replace(draft, **{name: value for name, value in changed.items() if value is not None})
+
+
+def is_unicode(text: str) -> bool:
+    """Whether an argument was UTF-8: other bytes come as lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def faults_of(arguments: argparse.Namespace, tokenizer: Tokenizer) -> list[str]:
+    """Of the texts and of what belongs to a draft, a line each."""
+    faults = []
+    for i, text in enumerate(arguments.prompt, 1):
+        if not text:
+            faults.append(f"--prompt {i}: is empty")
+        elif not is_unicode(text):
+            faults.append(f"--prompt {i}: is not UTF-8")
+    for stop in arguments.stop:
+        if not stop:
+            faults.append("--stop: a stop string is empty")
+        elif not is_unicode(stop) or tokenizer.decode(tokenizer.encode(stop).tolist()) != stop:
+            faults.append(f"--stop {stop!r}: {tokenizer.name} cannot write it")
+    for option in ("draft_length", "draft_exit", "paired"):
+        if getattr(arguments, option) is not None and arguments.speculative is None:
+            faults.append(f"--{option.replace('_', '-')}: needs a draft (--speculative)")
+    if arguments.paired is not None and arguments.paired < 2:
+        faults.append(f"--paired {arguments.paired}: quartiles need at least 2")
+    return faults
+
+
+def told(comparison: Comparison) -> str:
+    """Of a draft against plain decoding."""
+    acceptance, (low, high) = comparison.acceptance, comparison.speed_up_quartiles
+    return (
+        f"{comparison.tokens_per_second:.1f} tokens/s with the draft, {comparison.plain_tokens_per_second:.1f} "
+        f"without: {comparison.speed_up:.3f} [{low:.3f}, {high:.3f}] times as fast, medians of {comparison.rounds} "
+        "paired rounds\n"
+        f"accepted {acceptance.accepted_share:.3f} of drafted tokens, {acceptance.alpha:.3f} a token; drafts of "
+        f"{acceptance.draft_length:.2f} tokens, {acceptance.tokens_a_pass:.2f} tokens a pass; c = {comparison.c:.3f}\n"
+        f"expected of that: {comparison.speed_up_by_tokens:.3f} by the rate a token, "
+        f"{comparison.speed_up_by_share:.3f} by the share"
+    )
+
+
 def run(arguments: argparse.Namespace) -> None:
     subject = checkpoint_subject(arguments.checkpoint, tokenizer=arguments.tokenizer)
     tokenizer = subject.tokenizer
-    faults = [f"--prompt {i}: is empty" for i, text in enumerate(arguments.prompt, 1) if not text]
-    faults += ["--stop: a stop string is empty" for stop in arguments.stop if not stop]
+    faults = faults_of(arguments, tokenizer)
+    draft = None
+    try:
+        draft = find_draft(arguments)
+    except ValueError as error:
+        faults.append(f"--speculative: {error}")
     if faults:
         raise InputError("\n".join(faults))
     prompts = [torch.tensor(tokenizer.encode(text).tolist()) for text in arguments.prompt]
@@ -68,15 +132,16 @@ def run(arguments: argparse.Namespace) -> None:
         so_far[row] += new
         streams[row].wrote(row, so_far[row])
 
+    options: dict[str, Any] = {
+        "temperature": arguments.temperature, "top_k": arguments.top_k, "top_p": arguments.top_p,
+        "seed": arguments.seed, "exit_layer": arguments.exit_layer, "skip_layers": arguments.skip_layers,
+        "max_length": arguments.max_length, "finished": lambda row, ids: streams[row].finished(row, ids),
+    }  # fmt: skip
+    drafting = {} if draft is None else draft.options()
     if len(prompts) == 1:
         print(arguments.prompt[0], end="", flush=True)
     try:
-        answers, stats = generate(
-            model, prompts, arguments.max_new_tokens, arguments.temperature, arguments.exit_layer,
-            arguments.skip_layers, arguments.speculative, arguments.draft_length, top_k=arguments.top_k,
-            top_p=arguments.top_p, seed=arguments.seed, finished=lambda row, ids: streams[row].finished(row, ids),
-            wrote=wrote,
-        )  # fmt: skip
+        answers, stats = generate(model, prompts, arguments.max_new_tokens, **options, **drafting, wrote=wrote)
     except ValueError as fault:
         raise InputError(str(fault)) from None
     if len(prompts) == 1:
@@ -84,10 +149,22 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         for i, (text, stream, ids) in enumerate(zip(arguments.prompt, streams, answers, strict=True), 1):
             print(f"--- {i}\n{text}{stream.text(ids.tolist())}")
-    said = f"{stats['tokens']} tokens in {stats['seconds']:.2f} s, {stats['tokens'] / stats['passes']:.2f} a pass"
-    if stats["drafted"]:
-        said += f"; {stats['accepted']} of {stats['drafted']} drafted tokens accepted"
+    acceptance = Acceptance.of(stats)
+    said = f"{stats['tokens']} tokens in {stats['seconds']:.2f} s, {acceptance.tokens_a_pass:.2f} a pass"
+    if draft is not None:
+        said += (
+            f"; {stats['accepted']} of {stats['drafted']} drafted tokens accepted ({acceptance.accepted_share:.3f}; "
+            f"{acceptance.alpha:.3f} a token)"
+        )
     print(said, file=sys.stderr)
+    if draft is not None and arguments.paired is not None:
+        with tqdm(total=arguments.paired + 1, desc="paired rounds", unit="round", leave=False) as bar:
+            found = compare(model, prompts, draft, arguments.max_new_tokens, arguments.paired, bar.update, **options)
+        print(told(found), file=sys.stderr)
+
+
+def draft_exit(text: str) -> float | str:
+    return text if text == "adaptive" else float(text)
 
 
 def main() -> int:
@@ -105,8 +182,23 @@ def main() -> int:
     parser.add_argument("--stop", action="append", default=[], help="string that ends an answer; repeatable")
     parser.add_argument("--exit-layer", type=int, help="only the first so many layers")
     parser.add_argument("--skip-layers", type=int, nargs="+", default=[], help="layers to leave out")
-    parser.add_argument("--speculative", type=int, nargs="+", metavar="LAYER", help="layers that draft for the model")
-    parser.add_argument("--draft-length", type=int, default=5, help="tokens that are drafted at a time")
+    parser.add_argument(
+        "--max-length", type=int, help="tokens of a prompt with its answer that there is room for; default: all"
+    )
+    parser.add_argument(
+        "--speculative", nargs="+", metavar="LAYER",
+        help="layers that draft for the model; 3a, 3f: the attention, the feed-forward of layer 3; or a file of "
+        "search_draft.py",
+    )  # fmt: skip
+    parser.add_argument("--draft-length", type=int, help="tokens that are drafted at a time; default: the file's, or 5")
+    parser.add_argument(
+        "--draft-exit", type=draft_exit, metavar="P",
+        help="the draft stops behind a token of which it was less sure than this; 'adaptive': a threshold that follows "
+        "what was accepted; default: the file's, or never",
+    )  # fmt: skip
+    parser.add_argument(
+        "--paired", type=int, metavar="N", help="then write it N times with the draft and without, in turns: the time"
+    )
     try:
         run(parser.parse_args())
     except (InputError, CheckpointError) as error:

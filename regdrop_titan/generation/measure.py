@@ -82,12 +82,16 @@ def relative_cost(model: Decoder, prompts: Sequence[Tensor], parts: Sequence[Par
         pass
     token = torch.stack([prompt[-1:] for prompt in prompts]).to(device)  # (B, 1)
     mark = cache.mark()
+
+    def read_token(layers: Sequence[Part] | None) -> None:
+        model(token, layers=layers, cache=cache)
+
     ratios = []
     for round_ in range(rounds + 2):
         seconds = []
         for layers in (parts, None):
             cache.rewind(mark)
-            seconds.append(spent(device, functools.partial(model, token, layers=layers, cache=cache))[0])
+            seconds.append(spent(device, functools.partial(read_token, layers))[0])
         if round_ >= 2:
             ratios.append(seconds[0] / seconds[1])
     return statistics.median(ratios)
