@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from regdrop_titan.checkpoints import CheckpointError, load_model
+from regdrop_titan.checkpoints import CheckpointError, load_model, resolve_checkpoint, run_config
 from regdrop_titan.checkpoints.hf_tokenizer import write_tokenizer
 from regdrop_titan.checkpoints.huggingface import (
     CHECK_TOLERANCE,
@@ -17,6 +17,7 @@ from regdrop_titan.checkpoints.huggingface import (
 )
 from regdrop_titan.data.packed import DataError
 from regdrop_titan.data.tokenizers import TiktokenTokenizer, Tokenizer, load_tokenizer
+from regdrop_titan.models import DecoderArgs
 from regdrop_titan.signals import interruptible
 
 # of a tokenizer that is copied as it is
@@ -39,6 +40,13 @@ def put_tokenizer(name: str, tokenizer: Tokenizer, folder: Path) -> None:
             shutil.copy(Path(name) / file, folder / file)
 
 
+def trained_exits(checkpoint: str, args: DecoderArgs) -> list[int]:
+    """The depths that a model may stop at without training for it: all, if its layers were dropped in training and its
+    export can stop."""
+    p_max = run_config(resolve_checkpoint(checkpoint)).get("layer_dropout", {}).get("p_max", 0.0)
+    return list(range(1, args.n_layers)) if p_max > 0 and set(args.layer_kinds) != {"mamba"} else []
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -52,6 +60,11 @@ def main() -> int:
         help="put beside the weights: a folder that has a tokenizer_config.json as it is; another folder, a file or "
         "'bytes' as files for AutoTokenizer that give the ids of our data",
     )
+    parser.add_argument(
+        "--exit-layers", type=int, nargs="*", metavar="N",
+        help="depths for config.json at which transformers' assistant_early_exit may stop; default: all, of a run with "
+        "layer dropout",
+    )  # fmt: skip
     parser.add_argument(
         "--check",
         action="store_true",
@@ -72,7 +85,10 @@ def main() -> int:
                 f"{model.args.vocab_size}"
             )
         dtype = getattr(torch, arguments.dtype)
-        export_huggingface(model, arguments.output, dtype)
+        exit_layers = arguments.exit_layers
+        if exit_layers is None:
+            exit_layers = trained_exits(arguments.checkpoint, model.args)
+        export_huggingface(model, arguments.output, dtype, exit_layers=exit_layers)
     except (CheckpointError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -11,6 +11,7 @@ import json
 import pickle
 import shutil
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,13 +187,20 @@ def export_format(args: DecoderArgs) -> Format:
 
 
 def export_huggingface(
-    model: Decoder, folder: Path, dtype: torch.dtype = torch.float32, shard_size: str | int = "5GB"
+    model: Decoder,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    shard_size: str | int = "5GB",
+    exit_layers: Sequence[int] = (),
 ) -> None:
     """Write `model` as a folder that `transformers` loads, which must be new or empty: weights in files of at most
     `shard_size`, with their index, `config.json`, `generation_config.json`, and the modelling file where transformers
-    has no class for it. Raises CheckpointError."""
+    has no class for it. `exit_layers`: depths that stand in `config.json`, at which the model may stop
+    (`assistant_early_exit` of transformers' `generate`). Raises CheckpointError."""
     args = model.args
     form = export_format(args)
+    if fault := fault_of_exits(exit_layers, args, form):
+        raise CheckpointError(fault)
     if folder.exists() and any(folder.iterdir()):
         raise CheckpointError(f"{folder}: is not empty")
     folder.mkdir(parents=True, exist_ok=True)
@@ -208,14 +216,27 @@ def export_huggingface(
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder / f"{WEIGHTS[0]}.index.json", index)
-    write_configuration(args, form, folder, dtype)
+    write_configuration(args, form, folder, dtype, exit_layers)
 
 
-def write_configuration(args: DecoderArgs, form: Format, folder: Path, dtype: torch.dtype) -> None:
+def fault_of_exits(exit_layers: Sequence[int], args: DecoderArgs, form: Format) -> str | None:
+    """Why an export cannot stop at these depths."""
+    if exit_layers and form is MAMBA2:
+        return "exit layers: transformers' Mamba2ForCausalLM always runs all of its layers"
+    if wrong := [layer for layer in exit_layers if not 0 < layer < args.n_layers]:
+        return f"exit layers {' '.join(map(str, wrong))}: must be in 1 ... {args.n_layers - 1}"
+    return None
+
+
+def write_configuration(
+    args: DecoderArgs, form: Format, folder: Path, dtype: torch.dtype, exit_layers: Sequence[int] = ()
+) -> None:
     """What lies beside the weights: `config.json`, `generation_config.json`, and the modelling file if there is one."""
     if form.code is not None:
         shutil.copyfile(form.code, folder / form.code.name)
     config = form.config(args, dtype)
+    if exit_layers:
+        config["exit_layers"] = sorted(set(exit_layers))
     write_json(folder / "config.json", config)
     ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})

@@ -156,6 +156,69 @@ def test_generate(load, exported):
     assert theirs.generate(prompts[0], max_new_tokens=4, do_sample=True, num_return_sequences=3).shape == (3, 13)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["nape", "celerity_completep", "llama", "smollm3"])
+def test_assistant_early_exit(name, tmp_path):
+    """transformers' own self-speculation: the draft is the first layers, and the text is the same."""
+    import transformers
+
+    if name in ("llama", "smollm3"):
+        options = {"position": "rope"} if name == "llama" else {}
+        family = "nape_llama3" if name == "llama" else "smollm3"
+        model = build_model(family, "debug", **(SIZES | options)).eval()
+    else:
+        model = make(name)
+    export_huggingface(model, tmp_path / "hf", exit_layers=[3, 1])
+    assert json.loads((tmp_path / "hf/config.json").read_text())["exit_layers"] == [1, 3]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype=torch.float32, trust_remote_code=True
+    ).eval()
+    assert theirs.config.exit_layers == [1, 3]
+    tokens = torch.randint(1, 97, (1, 9), generator=torch.Generator().manual_seed(2))
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    plain = theirs.generate(tokens, **options)
+    first = theirs.model(tokens).last_hidden_state
+    theirs.config.num_hidden_layers = 3
+    torch.testing.assert_close(theirs.lm_head(theirs.model(tokens).last_hidden_state) / divisor(theirs),
+                               model(tokens, layers=range(3)), rtol=1e-5, atol=1e-5)  # fmt: skip
+    theirs.config.num_hidden_layers = 4
+    assert torch.equal(theirs.model(tokens).last_hidden_state, first)
+    for exit_layer in theirs.config.exit_layers:
+        assert torch.equal(theirs.generate(tokens, assistant_early_exit=exit_layer, **options), plain)
+
+
+def test_exit_layers_of_the_script(script, tmp_path, capsys):
+    """All depths of a run with layer dropout, those that are named, or none; depths that there are not are refused."""
+    export_huggingface(make("nape"), tmp_path / "hf")
+    import_huggingface(tmp_path / "hf", tmp_path / "run")
+    mamba = build_model("mamba2", "debug", dim=32, n_layers=2, vocab_size=64, ssm_head_dim=16, state_size=8)
+    export_huggingface(mamba, tmp_path / "mamba_hf")
+    import_huggingface(tmp_path / "mamba_hf", tmp_path / "mamba")
+
+    def export(run, name, *options):
+        return script("export_hf", "--checkpoint", str(tmp_path / run), "--output", str(tmp_path / name), *options)
+
+    def exits(name):
+        return json.loads((tmp_path / name / "config.json").read_text()).get("exit_layers")
+
+    assert export("run", "dense") == 0 and exits("dense") is None
+    for run in ("run", "mamba"):
+        config = json.loads((tmp_path / run / "config.json").read_text()) | {"layer_dropout": {"p_max": 0.4}}
+        (tmp_path / run / "config.json").write_text(json.dumps(config))
+    assert export("run", "dropped") == 0 and exits("dropped") == [1, 2, 3]
+    assert export("run", "named", "--exit-layers", "2") == 0 and exits("named") == [2]
+    assert export("mamba", "mamba_out") == 0 and exits("mamba_out") is None
+    assert export("run", "wrong", "--exit-layers", "0", "2", "4") == 2
+    assert "exit layers 0 4: must be in 1 ... 3" in capsys.readouterr().err
+    assert export("mamba", "wrong", "--exit-layers", "1") == 2
+    assert "Mamba2ForCausalLM always runs all of its layers" in capsys.readouterr().err
+    assert not (tmp_path / "wrong").exists()
+
+
+def divisor(theirs):
+    return getattr(theirs.config, "logits_divisor", 1.0)
+
+
 def test_import_is_the_model(exported, tmp_path):
     model, folder = exported
     args = import_huggingface(folder, tmp_path / "back")

@@ -364,7 +364,8 @@ class RegDropModel(RegDropPreTrainedModel):
         }
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states = [x]
-        for kind, layer in zip(self.config.layer_kinds, self.layers, strict=True):
+        n_layers = self.config.num_hidden_layers  # assistant_early_exit lowers it while it drafts
+        for kind, layer in zip(self.config.layer_kinds[:n_layers], self.layers[:n_layers], strict=True):
             x = layer(x, cache=cache, **contexts[kind])
             states.append(x)
         x = self.norm(x)
