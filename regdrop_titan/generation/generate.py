@@ -19,6 +19,7 @@ from torch import Tensor
 from ..models import Decoder, Part
 from ..models.cache import Cache, piece_length
 from ..seeds import derive_seed
+from .compiled import compiled_blocks
 from .drafts import Draft, DraftExit, faults_of_parts
 from .reading import padded, read
 from .sampling import distribution, draw
@@ -109,6 +110,7 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     max_length: int | None = None,
+    compile: bool | None = None,
     finished: Callable[[int, list[int]], bool] = lambda row, ids: False,
     wrote: Callable[[int, list[int]], None] = lambda row, ids: None,
 ) -> tuple[list[Tensor], dict[str, float]]:
@@ -128,6 +130,7 @@ def generate(
             threshold that follows what was accepted (`drafts.DraftExit`). None: never.
         seed: of the draws; every row has a stream of its own.
         max_length: tokens of a prompt with its answer that there is room for. None: as many as are asked for.
+        compile: the blocks, while they decode. None: on a GPU.
         finished: whether a row ends behind these new ids.
         wrote: called with a row and the ids that it has written since the last call.
 
@@ -154,73 +157,93 @@ def generate(
     before = [len(prompt) - 1 for prompt in prompts]
     for _ in read(model, padded(prompts, device)[:, :-1], before, cache, torch.zeros(B, 0, device=device), layers):
         pass
-    last = torch.stack([prompt[-1] for prompt in prompts]).to(device)[:, None]  # (B, 1), not read yet
-    generators = [torch.Generator(device).manual_seed(derive_seed("generation", seed, row)) for row in range(B)]
+    decoding = Decoding(
+        model, cache, layers, drafting, sampling, DraftExit(draft_exit),
+        last=torch.stack([prompt[-1] for prompt in prompts]).to(device)[:, None],
+        generators=[torch.Generator(device).manual_seed(derive_seed("generation", seed, row)) for row in range(B)],
+    )  # fmt: skip
     written: list[list[int]] = [[] for _ in prompts]
-    rows = list(range(B))  # that are being written: those of the cache, `last` and the generators
-    stop = DraftExit(draft_exit)
+    rows = list(range(B))  # that are being written, in the order of the decoding's
     stats = dict.fromkeys(("tokens", "passes", "verified", "drafted", "accepted", "tested"), 0)
-    while rows:
-        n_most = min(gamma, max_new_tokens - 1 - min(len(written[row]) for row in rows))
-        mark = cache.mark()
-        drafts, q = draft(model, last, n_most, cache, draft_layers or (), stop, sampling, generators)
-        n_drafts = drafts.shape[1]
-        cache.rewind(mark)
-        tokens = torch.cat([last, drafts], dim=1)  # (B, n_drafts + 1)
-        p = sampling.of(model(tokens, layers=layers, cache=cache))  # (B, n_drafts + 1, V)
-        accepted, following = verify(p, q, drafts, generators)
-        taken = [count + 1 for count in accepted]
-        if not cache.has_states:
-            cache.lengths = [n + count for n, count in zip(mark.lengths, taken, strict=True)]
-        elif min(taken) <= n_drafts:  # what is not accepted is in the states: read the others alone
-            cache.rewind(mark)
-            model(tokens, layers=layers, cache=cache, counts=taken)
-        stop.learn(sum(accepted), n_drafts * len(rows))
-        stats["passes"] += 1
-        going = []
-        for i, (row, new, next_id) in enumerate(zip(rows, drafts.tolist(), following.tolist(), strict=True)):
-            n = len(written[row])
-            if not write(row, [*new[: accepted[i]], next_id], written[row], max_new_tokens, finished):
-                going.append(i)
-            n_new = len(written[row]) - n
-            wrote(row, written[row][n:])
-            stats["tokens"] += n_new
-            stats["verified"] += 1
-            stats["drafted"] += n_drafts
-            stats["accepted"] += min(accepted[i], n_new)
-            stats["tested"] += min(accepted[i] + 1, n_drafts, n_new)
-        last = following[going, None]
-        rows, generators = [rows[i] for i in going], [generators[i] for i in going]
-        if rows:
-            cache.keep_rows(going)
+    with compiled_blocks(model, device.type == "cuda" if compile is None else compile):
+        while rows:
+            most = max_new_tokens - 1 - min(len(written[row]) for row in rows)
+            drafts, accepted, following = decoding.step(min(gamma, most))
+            n_drafts = drafts.shape[1]
+            stats["passes"] += 1
+            going = []
+            for i, (row, new, next_id) in enumerate(zip(rows, drafts.tolist(), following.tolist(), strict=True)):
+                n = len(written[row])
+                if not write(row, [*new[: accepted[i]], next_id], written[row], max_new_tokens, finished):
+                    going.append(i)
+                n_new = len(written[row]) - n
+                wrote(row, written[row][n:])
+                stats["tokens"] += n_new
+                stats["verified"] += 1
+                stats["drafted"] += n_drafts
+                stats["accepted"] += min(accepted[i], n_new)
+                stats["tested"] += min(accepted[i] + 1, n_drafts, n_new)
+            decoding.keep_rows(going)
+            rows = [rows[i] for i in going]
     found: dict[str, float] = {**stats, "seconds": time.perf_counter() - began}
     return [torch.tensor(ids, dtype=torch.int64) for ids in written], found
 
 
-def draft(
-    model: Decoder,
-    last: Tensor,
-    n: int,
-    cache: Cache,
-    layers: Sequence[Part],
-    stop: DraftExit,
-    sampling: Sampling,
-    generators: list[torch.Generator],
-) -> tuple[Tensor, Tensor]:
-    """Up to `n` tokens that these layers write behind `last` (B, 1), until all rows were unsure: (B, m), and the
-    distributions that they are drawn from, (B, m, V)."""
-    tokens: list[Tensor] = [last]
-    distributions: list[Tensor] = []
-    unsure = torch.zeros(len(last), dtype=torch.bool, device=last.device)
-    while len(distributions) < n and not (distributions and unsure.all()):
-        logits = model(tokens[-1], layers=layers, cache=cache)[:, 0]  # (B, V)
-        distributions.append(sampling.of(logits))
-        tokens.append(draw(distributions[-1], generators)[:, None])
-        # whether to go on is decided by what was written before, so that it does not bend what is written
-        if (now := stop.unsure(logits)) is not None:
-            unsure |= now
-    nothing = torch.zeros(len(last), 0, model.args.vocab_size, device=last.device)
-    return torch.cat([last[:, :0], *tokens[1:]], dim=1), torch.stack(distributions, dim=1) if tokens[1:] else nothing
+@dataclass
+class Decoding:
+    """Rows that are being written: what was read of them lies in the cache, `last` (B, 1) was not read yet."""
+
+    model: Decoder
+    cache: Cache
+    layers: Sequence[int] | None  # that write
+    drafting: Draft | None
+    sampling: Sampling
+    stop: DraftExit
+    last: Tensor
+    generators: list[torch.Generator]
+
+    def step(self, n: int) -> tuple[Tensor, list[int], Tensor]:
+        """One pass of the model behind a draft of up to `n` tokens: the drafted tokens (B, m), how many of each row's
+        first are accepted, and the token behind them (B,), which becomes its `last`."""
+        cache, mark = self.cache, self.cache.mark()
+        drafts, q = self.draft(n)
+        cache.rewind(mark)
+        tokens = torch.cat([self.last, drafts], dim=1)  # (B, m + 1)
+        p = self.sampling.of(self.model(tokens, layers=self.layers, cache=cache))  # (B, m + 1, V)
+        accepted, following = verify(p, q, drafts, self.generators)
+        taken = [count + 1 for count in accepted]
+        if not cache.has_states:
+            cache.lengths = [n + count for n, count in zip(mark.lengths, taken, strict=True)]
+        elif min(taken) < tokens.shape[1]:  # what is not accepted is in the states: read the others alone
+            cache.rewind(mark)
+            self.model(tokens, layers=self.layers, cache=cache, counts=taken)
+        self.stop.learn(sum(accepted), drafts.numel())
+        self.last = following[:, None]
+        return drafts, accepted, following
+
+    def draft(self, n: int) -> tuple[Tensor, Tensor]:
+        """Up to `n` tokens behind `last`, until all rows were unsure: (B, m), and the distributions that they are drawn
+        from, (B, m, V)."""
+        tokens: list[Tensor] = [self.last]
+        distributions: list[Tensor] = []
+        unsure = torch.zeros(len(self.last), dtype=torch.bool, device=self.last.device)
+        while self.drafting is not None and len(distributions) < n and not (distributions and unsure.all()):
+            logits = self.model(tokens[-1], layers=self.drafting.parts, cache=self.cache)[:, 0]  # (B, V)
+            distributions.append(self.sampling.of(logits))
+            tokens.append(draw(distributions[-1], self.generators)[:, None])
+            # whether to go on is decided by what was written before, so that it does not bend what is written
+            if (now := self.stop.unsure(logits)) is not None:
+                unsure |= now
+        if not distributions:
+            return self.last[:, :0], torch.zeros(len(self.last), 0, self.model.args.vocab_size, device=unsure.device)
+        return torch.cat(tokens[1:], dim=1), torch.stack(distributions, dim=1)
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """Forget all but these."""
+        if rows:
+            self.cache.keep_rows(rows)
+        self.last = self.last[rows]
+        self.generators = [self.generators[row] for row in rows]
 
 
 def verify(p: Tensor, q: Tensor, drafts: Tensor, generators: list[torch.Generator]) -> tuple[list[int], Tensor]:

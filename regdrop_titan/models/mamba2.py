@@ -108,13 +108,31 @@ class GatedNorm(nn.Module):
         return normed * local(self.weight).to(y.dtype)
 
 
+class Carried:
+    """The state that one layer starts from, which is never changed, so that recomputation reads it again, and the one
+    that it leaves. Not a dataclass: FSDP2 copies those on their way in."""
+
+    def __init__(self, initial: State | None) -> None:
+        self.initial = initial
+        self.final: State | None = None
+
+
 class Passed:
-    """The states of all layers that one micro-batch starts from and leaves, by the layer's name. What it starts from is
-    never changed, so that recomputation reads it again. Not a dataclass: FSDP2 copies those on their way in."""
+    """The states of all layers that one micro-batch starts from and leaves, by the layer's name."""
 
     def __init__(self, initial: dict[str, State]) -> None:
         self.initial = initial
-        self.final: dict[str, State] = {}
+        self.layers: dict[str, Carried] = {}
+
+    def of(self, layer: str) -> Carried:
+        """What a layer reads and writes. An object of its own: compiled blocks, which are alike, must not see names."""
+        self.layers[layer] = Carried(self.initial.get(layer))
+        return self.layers[layer]
+
+    @property
+    def final(self) -> dict[str, State]:
+        """Of the layers that have been computed."""
+        return {name: carried.final for name, carried in self.layers.items() if carried.final is not None}
 
 
 @dataclass(eq=False)
@@ -123,8 +141,7 @@ class MambaContext:
 
     starts: Tensor | None = None  # (B, S) bool, True where a document begins
     parameters: tuple[Tensor, ...] = ()  # A, dt_bias and D of this layer, each (H,) fp32
-    passed: Passed | None = None
-    layer: str = ""  # this layer's name in `passed`
+    carried: Carried | None = None  # this layer's state
     counts: Tensor | None = None  # (B,) int64, the first tokens of each sequence that are real; None: all
 
     def of_rows(self, rows: Tensor | None) -> "MambaContext":
@@ -171,13 +188,14 @@ class Mamba2(nn.Module):
         return context
 
     def own_context(self, shared: MambaContext, layer: str, passed: Passed | None) -> MambaContext:
-        return dataclasses.replace(shared, parameters=self.ssm(), layer=layer, passed=passed)
+        carried = None if passed is None else passed.of(layer)
+        return dataclasses.replace(shared, parameters=self.ssm(), carried=carried)
 
     def forward(self, h: Tensor, context: MambaContext) -> Tensor:
         A, dt_bias, D = context.parameters
         z, x, bc, dt = self.in_proj(h)
-        passed = context.passed
-        initial = None if passed is None else passed.initial.get(context.layer)
+        carried = context.carried
+        initial = None if carried is None else carried.initial
         conv_inputs = x, bc
         x = self.conv_x(x, context.starts, None if initial is None else initial.conv_x)
         bc = self.to_heads(self.conv_bc(bc, context.starts, None if initial is None else initial.conv_bc))
@@ -192,8 +210,8 @@ class Mamba2(nn.Module):
             scan_state = None if initial is None else initial.scan
             y, state = ssd_scan(x, dt, A, B, C, D, self.chunk_size, scan_state, context.starts)
             y = self.norm(y.reshape(n, S, self.heads * self.head_dim), z, self.sum_over_ranks)
-        if passed is not None:
-            passed.final[context.layer] = self.state(conv_inputs, initial, state, context)
+        if carried is not None:
+            carried.final = self.state(conv_inputs, initial, state, context)
         return self.out_proj(y)
 
     def state(
