@@ -3,7 +3,7 @@ Gu, arXiv 2405.21060).
 
 Shapes: B sequences, S tokens, H heads of P channels, G groups of B and C, N state channels.
 
-Two engines, chosen by device. `chunked_scan` is plain PyTorch: it cuts the sequence into chunks; inside of a chunk the
+Two engines, chosen by device, and the recurrence itself for a single token. `chunked_scan` is plain PyTorch: it cuts the sequence into chunks; inside of a chunk the
 recurrence is written out as a masked matrix product (the state-space dual); between chunks only states are handed on.
 Decays are exponentials of differences of cumulative sums, which are masked *before* the exponential: above the diagonal
 they would overflow. `kernel_scan` hands the same chunks to the Triton kernels of fla-core on a GPU.
@@ -53,8 +53,10 @@ def ssd_scan(
         raise ValueError(f"{H} heads: must be a multiple of the {G} groups of B and C")
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    if x.shape[1] == 1:
+        y, state = one_step(x, dt, A, B, C, initial_state, starts)
     # the kernels know neither fp64 nor an empty batch
-    if x.is_cuda and x.dtype != torch.float64 and len(x):
+    elif x.is_cuda and x.dtype != torch.float64 and len(x):
         y, state = kernel_scan(x, dt, A, B, C, initial_state, starts)
     else:
         y, state = chunked_scan(x, dt, A, B, C, chunk_size, initial_state, starts)
@@ -139,6 +141,25 @@ def chunked_scan(
     y = y + (C[:, :, :, None] @ carried) * by_group(since.to(x.dtype))[..., None]
     y = y.reshape(n, K, H, c, P).transpose(2, 3).reshape(n, K * c, H, P)[:, :S]
     return y, states[:, -1]
+
+
+def one_step(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_state: Tensor | None, starts: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The scan of a single token, S = 1, as the recurrence says it."""
+    n, _, H, P = x.shape
+    G, N = B.shape[-2:]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    B, C = (t.to(dtype).repeat_interleave(H // G, dim=2).view(n, H, 1, N) for t in (B, C))
+    u = (x.to(dtype) * dt.to(dtype)[..., None]).view(n, H, P, 1)
+    state = u * B  # (B, H, P, N)
+    if initial_state is not None:
+        decay = (dt.to(dtype) * A.to(dtype)).exp().view(n, H, 1, 1)
+        if starts is not None:
+            decay = decay.masked_fill(starts.view(n, 1, 1, 1), 0.0)
+        state = torch.addcmul(state, initial_state.to(dtype), decay)
+    y = (state * C).sum(-1).view(n, 1, H, P)
+    return y.to(x.dtype), state
 
 
 def kernel_scan(
