@@ -152,12 +152,11 @@ def one_step(
     dtype = torch.promote_types(x.dtype, torch.float32)
     B, C = (t.to(dtype).repeat_interleave(H // G, dim=2).view(n, H, 1, N) for t in (B, C))
     u = (x.to(dtype) * dt.to(dtype)[..., None]).view(n, H, P, 1)
-    state = u * B  # (B, H, P, N)
-    if initial_state is not None:
-        decay = (dt.to(dtype) * A.to(dtype)).exp().view(n, H, 1, 1)
-        if starts is not None:
-            decay = decay.masked_fill(starts.view(n, 1, 1, 1), 0.0)
-        state = torch.addcmul(state, initial_state.to(dtype), decay)
+    before = torch.zeros(n, H, P, N, dtype=dtype, device=x.device) if initial_state is None else initial_state.to(dtype)
+    decay = (dt.to(dtype) * A.to(dtype)).exp().view(n, H, 1, 1)
+    if starts is not None:
+        decay = decay.masked_fill(starts.view(n, 1, 1, 1), 0.0)
+    state = torch.addcmul(u * B, before, decay)  # (B, H, P, N)
     y = (state * C).sum(-1).view(n, 1, H, P)
     return y.to(x.dtype), state
 
