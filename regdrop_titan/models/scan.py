@@ -3,10 +3,11 @@ Gu, arXiv 2405.21060).
 
 Shapes: B sequences, S tokens, H heads of P channels, G groups of B and C, N state channels.
 
-Two engines, chosen by device, and the recurrence itself for a single token. `chunked_scan` is plain PyTorch: it cuts the sequence into chunks; inside of a chunk the
-recurrence is written out as a masked matrix product (the state-space dual); between chunks only states are handed on.
-Decays are exponentials of differences of cumulative sums, which are masked *before* the exponential: above the diagonal
-they would overflow. `kernel_scan` hands the same chunks to the Triton kernels of fla-core on a GPU.
+Two engines, chosen by device, and the recurrence itself for a single token. `chunked_scan` is plain PyTorch: it cuts
+the sequence into chunks; inside of a chunk the recurrence is written out as a masked matrix product (the state-space
+dual); between chunks only states are handed on. Decays are exponentials of differences of cumulative sums, which are
+masked *before* the exponential: above the diagonal they would overflow. `kernel_scan` hands the same chunks to the
+Triton kernels of fla-core on a GPU.
 """
 
 import torch

@@ -1,13 +1,16 @@
 """Generation against full forwards, and with drafts against without."""
 
 import copy
+import importlib
 import json
 import math
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from regdrop_titan.generation import Draft, generate
+from regdrop_titan.generation.compiled import compiled_blocks
 from regdrop_titan.generation.drafts import DraftExit, in_order, sublayers_of, write_draft
 from regdrop_titan.generation.generate import verify
 from regdrop_titan.generation.sampling import distribution, draw
@@ -190,6 +193,37 @@ def test_the_adaptive_threshold():
     assert DraftExit(None).unsure(torch.zeros(2, 5)) is None
     logits = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 5.0]])  # the largest probabilities are 1/3 and 0.98
     assert DraftExit(0.4).unsure(logits).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("name", ["nape documents", "hybrid"])
+def test_compiled_blocks_write_the_same(name, monkeypatch):
+    """With and without a draft; all layers of a kind share their graphs, which a second call finds again, and the model
+    is as it was behind it. By dynamo alone: what a compiler makes of the graphs is torch's."""
+    model, tokens = model_and_tokens(name, 4, 30)
+    counter = CompileCounterWithBackend("eager")
+    modules = importlib.import_module("regdrop_titan.generation.generate")
+    enabled = []
+
+    def by_counter(model, compile):
+        enabled.append(compile)
+        return compiled_blocks(model, compile, counter)
+
+    monkeypatch.setattr(modules, "compiled_blocks", by_counter)
+    torch._dynamo.reset()
+    graphs = []
+    for options in ({}, {"draft_layers": [0, 2], "draft_length": 2}):
+        plain, _ = generate(model, prompts_of(tokens), 8, **options)
+        for _ in range(2):
+            answers, _ = generate(model, prompts_of(tokens), 8, **options, compile=True)
+            assert all(torch.equal(a, b) for a, b in zip(answers, plain, strict=True))
+            graphs.append(counter.frame_count)
+    assert 0 < graphs[0] == graphs[1] < graphs[2] == graphs[3] <= 12
+    assert enabled == [False, True, True] * 2
+    assert all("forward" not in vars(block) for block in model.layers.values())
+    with pytest.raises(KeyError), compiled_blocks(model, True, "eager"):
+        raise KeyError
+    assert all("forward" not in vars(block) for block in model.layers.values())
+    torch._dynamo.reset()
 
 
 def test_finished_rows_leave():
