@@ -41,7 +41,7 @@ from regdrop_titan.data.preparation import prepare
 from regdrop_titan.data.stdlib_corpus import stdlib_sources
 from regdrop_titan.data.tokenizers import HuggingFaceTokenizer, TiktokenTokenizer, load_tokenizer, train_tokenizer
 from regdrop_titan.generation import generate
-from regdrop_titan.models import build_model
+from regdrop_titan.models import FAMILIES, build_model
 from regdrop_titan.models.cache import Cache, piece_length
 from regdrop_titan.regularization import keep_mask
 from regdrop_titan.signals import interruptible
@@ -196,7 +196,7 @@ def generation(arguments: argparse.Namespace) -> dict:
 
     d = arguments.dim
     model = build_model(
-        "nape_llama3", "debug", dim=d, n_layers=arguments.layers, n_heads=d // 64, n_kv_heads=d // 64, ffn_dim=3 * d
+        arguments.family, "debug", dim=d, n_layers=arguments.layers, n_heads=d // 64, n_kv_heads=d // 64, ffn_dim=3 * d
     ).eval()  # fmt: skip
     with tempfile.TemporaryDirectory() as temporary:
         export_huggingface(model, Path(temporary) / "model")
@@ -407,6 +407,7 @@ def main() -> int:
             command.add_argument(f"--{option}", type=int, default=default, help=" ")
         if name == "generation":
             command.add_argument("--new-tokens", type=int, default=64, help="of each answer")
+            command.add_argument("--family", choices=FAMILIES, default="nape_llama3", help=" ")
         else:
             command.add_argument("--compile", action="store_true", help="compile each block")
         command.add_argument("--output", type=Path, default=Path(f"outputs/benchmark_{name}.json"), help="result file")
