@@ -4,15 +4,13 @@ One function, two engines chosen by device: SDPA with an fp32 bias on CPU, compi
 score_mod and a block mask on CUDA. Plain causal attention (no bias, no mask) is SDPA on both.
 """
 
-import dataclasses
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from entmax import entmax15
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from ..opaque import opaque, replaced
 from .args import DecoderArgs
 from .cache import Cache, KeyValues, Place
 from .positions import (
@@ -33,13 +31,9 @@ from .sharded import local
 _compiled_flex_attention = torch.compile(flex_attention)
 
 
-@dataclass(eq=False)
+@opaque
 class AttentionContext:
-    """What attention reads beside its input; built outside the compiled blocks, the same for equal layers.
-
-    A plain object, not a tuple or dict: FSDP2's mixed precision casts every floating tensor that it finds in
-    a module's arguments to bf16, and the bias must stay fp32.
-    """
+    """What attention reads beside its input; built outside the compiled blocks, the same for equal layers."""
 
     rotary: tuple[Tensor, Tensor] | None = None  # cos, signed sin: (S, head_dim) fp32, with a cache ([B,] S, head_dim)
     bias: Tensor | None = None  # (1 or B, 1 or H, S, S or K) fp32, -inf where hidden; None: plain causal (CPU)
@@ -58,7 +52,7 @@ class AttentionContext:
         if rows is None or self.documents is None:
             return self
         documents = self.documents.index_select(0, rows)
-        kept = dataclasses.replace(self, documents=documents, bias=None, block_mask=None)
+        kept = replaced(self, documents=documents, bias=None, block_mask=None)
         if self.bias is not None:
             kept.bias = self.bias.index_select(0, rows)
         if self.block_mask is not None:
@@ -293,7 +287,7 @@ class Attention(nn.Module):
         if cache is None:
             return shared
         kept = cache.keys_values(layer, self.window, self.n_kv_heads, self.head_dim, self.wk.weight)
-        return dataclasses.replace(shared, kept=kept)
+        return replaced(shared, kept=kept)
 
     def forward(self, *inputs: Tensor, context: AttentionContext) -> Tensor:
         """One input (B, S, d) for all three projections, or one each for q, k, v (`mask = "per_linear"`)."""

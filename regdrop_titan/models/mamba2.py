@@ -8,15 +8,14 @@
 Shapes: B sequences, S tokens, H heads of P channels (H P = d_in = 2 d), G groups of B and C, N state channels.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..opaque import opaque, replaced
 from .args import DecoderArgs
 from .cache import Cache, State
 from .scan import ssd_scan
@@ -137,9 +136,9 @@ class Passed:
         return {name: carried.final for name, carried in self.layers.items() if carried.final is not None}
 
 
-@dataclass(eq=False)
+@opaque
 class MambaContext:
-    """What the sublayer reads beside its input, a plain object for the reason that AttentionContext is one."""
+    """What the sublayer reads beside its input."""
 
     starts: Tensor | None = None  # (B, S) bool, True where a document begins
     parameters: tuple[Tensor, ...] = ()  # A, dt_bias and D of this layer, each (H,) fp32
@@ -191,7 +190,7 @@ class Mamba2(nn.Module):
 
     def own_context(self, shared: MambaContext, layer: str, passed: Passed | None) -> MambaContext:
         carried = None if passed is None else passed.of(layer)
-        return dataclasses.replace(shared, parameters=self.ssm(), carried=carried)
+        return replaced(shared, parameters=self.ssm(), carried=carried)
 
     def forward(self, h: Tensor, context: MambaContext) -> Tensor:
         A, dt_bias, D = context.parameters

@@ -9,12 +9,13 @@ stores one.
 import hashlib
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from ..opaque import opaque
 
 DISTRIBUTIONS = ("uniform", "increasing", "alternating")
 SCHEDULES = ("constant", "increasing", "decreasing")
@@ -149,10 +150,9 @@ def _balanced(p: np.ndarray, sequences: int, group: int, seed: int, step: int) -
 # Skipping -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
+@opaque
 class Kept:
-    """What one layer of one forward keeps: a plain object, so that FSDP2's mixed precision, which casts every floating
-    tensor among a module's arguments to bf16 (1/0.9 becomes 1.109), leaves `scale` alone."""
+    """What one layer of one forward keeps."""
 
     rows: Tensor | None = None  # indices of the kept sequences (n,) int64 on the device; None: all
     keep: Tensor | None = None  # (B,) bool on the device: compute every sequence and mask the update instead
