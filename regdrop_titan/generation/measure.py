@@ -87,7 +87,7 @@ def relative_cost(model: Decoder, prompts: Sequence[Tensor], parts: Sequence[Par
         seconds = []
         for layers in (parts, None):
             cache.rewind(mark)
-            seconds.append(spent(device, functools.partial(model, token, layers=layers, cache=cache))[0])
+            seconds.append(spent(device, functools.partial(model.__call__, token, layers=layers, cache=cache))[0])
         if round_ >= 2:
             ratios.append(seconds[0] / seconds[1])
     return statistics.median(ratios)
