@@ -10,10 +10,9 @@ docs/draft_search.md.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 from torch import Tensor
@@ -24,17 +23,15 @@ from regdrop_titan.data.packed import DataError
 from regdrop_titan.evaluation.results import describe
 from regdrop_titan.evaluation.subjects import InputError, Subject, checkpoint_subject, tell
 from regdrop_titan.evaluation.verbs import check_positive
-from regdrop_titan.files import write_json
-from regdrop_titan.generation.drafts import Draft, DraftExit, part_text, write_draft
-from regdrop_titan.generation.measure import Comparison, compare
+from regdrop_titan.generation.drafts import Draft, DraftExit, part_text
 from regdrop_titan.generation.prompts import read_prompts, tokens_sha256
 from regdrop_titan.models import Decoder
 from regdrop_titan.signals import STOPPED, StopSignals, interruptible
 
 if TYPE_CHECKING:
     from regdrop_titan.generation.search import Search, Trial
+    from regdrop_titan.generation.search_results import Findings
 
-FINALISTS = 3
 # what scores depend on, beside the model, the prompts, the method and the seed
 SETTINGS = ("objective", "draft_length", "draft_exit", "prompts", "prompt_tokens", "new_tokens")
 
@@ -98,128 +95,78 @@ def run(arguments: argparse.Namespace) -> int:
 
 def search_in(folder: Path, subject: Subject, prompts: list[Tensor], arguments: argparse.Namespace) -> int:
     from regdrop_titan.generation.search import Search, best_of, units_of
+    from regdrop_titan.generation.search_results import tells_all, write_findings
 
     model = subject.load()
-    settings = {name: getattr(arguments, name) for name in SETTINGS} | {"prompts_sha256": tokens_sha256(prompts)}
-    about = describe("draft-search", subject, model, settings)
-    units = units_of(subject.args, arguments.sublayers)
+    given = {name: value for name, value in vars(arguments).items() if name not in ("checkpoint", "output")}
+    about = describe("draft-search", subject, model, given | {"prompts_sha256": tokens_sha256(prompts)})
+    settings = {name: given[name] for name in SETTINGS}
+    settings |= {"prompts_sha256": tokens_sha256(prompts), "weights_sha256": about["weights_sha256"]}
     try:
         search = Search(
-            folder / "study.journal", subject.args, units, arguments.method, arguments.seed, arguments.trials,
-            arguments.warm_starts, settings | {"weights_sha256": about["weights_sha256"]},
+            folder / "study.journal", subject.args, units_of(subject.args, arguments.sublayers), arguments.method,
+            arguments.seed, arguments.trials, arguments.warm_starts, settings,
         )  # fmt: skip
     except ValueError as error:
-        lines = [*str(error).splitlines(), f"--output {folder}: take another folder, or the same settings"]
-        raise InputError("\n".join(lines)) from None
-    if is_done(folder / "search.json", search):
+        raise InputError(f"{error}\n--output {folder}: take another folder, or the same settings") from None
+    if tells_all(folder, search):
         best = best_of(search.trials)[0]
-        print(f"done before: {len(search.trials)} trials; best score {best.worth.score:.4f}; see {folder}")
+        print(f"done before: {len(search.trials)} trials, best score {best.worth.score:.3f}; see {folder}")
         return 0
-    to_search, to_test = prompts[0::2], prompts[1::2]
     try:
-        with StopSignals("stopping, trials that are done are kept") as signals:
-            go_through(search, model, to_search, arguments, signals)
-            finalists, chosen, compared, test = decide(search, model, to_search, to_test, arguments, signals)
+        with StopSignals("stopping; what is tried is kept") as signals:
+            found = find(search, model, prompts, arguments, signals)
     except Stopped:
-        print(f"stopped behind {len(search.trials)} trials, which are kept; the same command goes on", file=sys.stderr)
+        print(f"stopped with {len(search.trials)} trials, which are kept; the same command goes on", file=sys.stderr)
         return STOPPED
-    settings |= {"method": search.method, "seed": search.seed, "warm_starts": arguments.warm_starts}
-    settings |= {"sublayers": arguments.sublayers, "data": arguments.data, "final_rounds": arguments.final_rounds}
-    write(folder, about, search, finalists, chosen, compared, test, arguments)
+    write_findings(folder, about, search, found)
+    tell_findings(found)
+    print(f"wrote {folder}/search.json, draft.json and front.png")
     return 0
 
 
-def is_done(file: Path, search: "Search") -> bool:
-    """Whether nothing is left to do: `file` tells of all trials that there are, and no more are wanted."""
-    if len(search.trials) < search.target or not file.is_file():
-        return False
-    try:
-        return len(json.loads(file.read_text())["trials"]) == len(search.trials)
-    except (ValueError, KeyError, TypeError):
-        return False
-
-
-def go_through(
+def find(
     search: "Search", model: Decoder, prompts: list[Tensor], arguments: argparse.Namespace, signals: StopSignals
-) -> None:
-    """All trials, with a progress bar. Raises Stopped."""
+) -> "Findings":
+    """Search and decide, with progress bars. Raises Stopped."""
     from regdrop_titan.generation.search import best_of, by_formula, by_measurement
+    from regdrop_titan.generation.search_results import FINALISTS, decide
 
+    def advance(bar: tqdm) -> None:
+        bar.update()
+        if signals.received:
+            raise Stopped
+
+    def draft_of(trial: "Trial") -> Draft:
+        return Draft(trial.parts, arguments.draft_length, arguments.draft_exit)
+
+    to_search, to_test = prompts[0::2], prompts[1::2]
     objective = {"formula": by_formula, "measured": by_measurement}[arguments.objective]
-    worth = objective(model, prompts, arguments.new_tokens, arguments.draft_length, arguments.draft_exit)
+    worth = objective(model, to_search, arguments.new_tokens, arguments.draft_length, arguments.draft_exit)
     with tqdm(total=search.target, initial=len(search.trials), desc=search.method, unit="trial") as bar:
         for _ in search.run(worth):
             best = best_of(search.trials)[0]
             bar.set_postfix_str(f"best {best.worth.score:.3f} with {len(best.parts)} parts", refresh=False)
-            bar.update()
-            if signals.received:
-                raise Stopped
+            advance(bar)
+    n_comparisons = min(FINALISTS, len(search.trials)) + 1
+    with tqdm(total=n_comparisons * (arguments.final_rounds + 1), desc="measure", unit="round") as bar:
+        return decide(
+            search, model, to_search, to_test, arguments.new_tokens, draft_of, arguments.final_rounds,
+            noisy=arguments.objective == "measured", progress=lambda: advance(bar),
+        )  # fmt: skip
 
 
-def decide(
-    search: "Search", model: Decoder, to_search: list[Tensor], to_test: list[Tensor], arguments: argparse.Namespace,
-    signals: StopSignals,
-) -> tuple[list["Trial"], "Trial", list[Comparison], Comparison]:  # fmt: skip
-    """The best few, the one that is chosen, and measurements of each of them on the prompts of the search and of that
-    one on the others. Raises Stopped."""
-    from regdrop_titan.generation.search import best_of
-
-    finalists = best_of(search.trials, FINALISTS)
-    rounds = arguments.final_rounds
-    with tqdm(total=(len(finalists) + 1) * (rounds + 1), desc="measure", unit="round") as bar:
-
-        def progress() -> None:
-            bar.update()
-            if signals.received:
-                raise Stopped
-
-        def measured(trial: "Trial", prompts: list[Tensor]) -> Comparison:
-            draft = Draft(trial.parts, arguments.draft_length, arguments.draft_exit)
-            return compare(model, prompts, draft, arguments.new_tokens, rounds, progress)
-
-        compared = [measured(trial, to_search) for trial in finalists]
-        order = sorted(range(len(finalists)), key=lambda i: -compared[i].speed_up)
-        # a score of the formula is exact; a measured one was noisy, and the highest of many is mostly luck
-        chosen = finalists[order[0]] if arguments.objective == "measured" else finalists[0]
-        return finalists, chosen, compared, measured(chosen, to_test)
-
-
-def write(
-    folder: Path, about: dict[str, Any], search: "Search", finalists: list["Trial"], chosen: "Trial",
-    compared: list[Comparison], test: Comparison, arguments: argparse.Namespace,
-) -> None:  # fmt: skip
-    """search.json last: a search whose figures it holds has its other files."""
-    from regdrop_titan.generation.search import front_of
-    from regdrop_titan.generation.search_plots import plot_search
-
-    draft = Draft(chosen.parts, arguments.draft_length, arguments.draft_exit)
-    write_draft(folder / "draft.json", draft, {
-        "checkpoint": about["checkpoint"], "weights_sha256": about["weights_sha256"], "method": search.method,
-        "seed": search.seed, "trials": len(search.trials), "objective": arguments.objective,
-        "score": chosen.worth.score, "test_speed_up": test.speed_up,
-    })  # fmt: skip
-    title = f"{about['label']}: {search.method}, {len(search.trials)} trials by {arguments.objective}"
-    plot_search(search.trials, chosen, arguments.draft_length, title, folder / "front.png")
-    write_json(folder / "search.json", {
-        **about,
-        "best": chosen.to_dict(),
-        "front": [trial.number for trial in front_of(search.trials)],
-        "finalists": [
-            {**trial.to_dict(), "measured": found.to_dict()} for trial, found in zip(finalists, compared, strict=True)
-        ],
-        "test": test.to_dict(),
-        "trials": [trial.to_dict() for trial in search.trials],
-    })  # fmt: skip
-    for trial, found in zip(finalists, compared, strict=True):
-        print(f"{'*' if trial is chosen else ' '} layers {' '.join(map(part_text, trial.parts))}: score "
-              f"{trial.worth.score:.3f}, alpha {trial.worth.alpha:.3f}, c {trial.worth.c:.3f}; measured "
-              f"{found.speed_up:.2f} times as fast")  # fmt: skip
-    low, high = test.speed_up_quartiles
-    print(f"on other prompts: alpha {test.acceptance.alpha:.3f}, c {test.c:.3f}, {test.tokens_per_second:.1f} tokens/s, "
-          f"{test.speed_up:.2f} times as fast as plain decoding (quartiles {low:.2f}, {high:.2f})")  # fmt: skip
+def tell_findings(found: "Findings") -> None:
+    for trial, measured in zip(found.finalists, found.measured, strict=True):
+        worth, sign = trial.worth, "*" if trial is found.chosen else " "
+        print(f"{sign} {' '.join(map(part_text, trial.parts))}: score {worth.score:.3f}, alpha {worth.alpha:.3f}, "
+              f"c {worth.c:.3f}; measured {measured.speed_up:.2f} times as fast as plain decoding")  # fmt: skip
+    test, (low, high) = found.test, found.test.speed_up_quartiles
+    print(f"* on other prompts: alpha {test.acceptance.alpha:.3f}, c {test.c:.3f}, {test.tokens_per_second:.1f} "
+          f"tokens/s, {test.speed_up:.2f} times as fast (quartiles {low:.2f}, {high:.2f})")  # fmt: skip
     if not test.same_tokens:
-        print("the draft's text is not plain decoding's: near-ties fell otherwise in the batched pass", file=sys.stderr)
-    print(f"wrote {folder}/search.json, draft.json and front.png")
+        print("its text is not plain decoding's: near-ties fell otherwise where several tokens were read at once",
+              file=sys.stderr)  # fmt: skip
 
 
 def main() -> int:

@@ -34,7 +34,7 @@ from .walks import Kept, Walk, annealing, hill_climbing, unseen
 
 METHODS = ("tpe", "gp", "nsga2", "hill", "annealing")
 OBJECTIVES = ("formula", "measured")
-RANDOM_TRIALS = 10  # at most, before a model of the scores proposes (optuna's default)
+RANDOM_TRIALS = 10  # at most, behind the warm starts, before a model of the scores proposes (optuna's default)
 NOISY_ROUNDS = 2  # of each measured trial
 
 
@@ -244,7 +244,8 @@ class Search:
         """A sampler of optuna's, with a seed for this trial alone: one that has been drawn from could not be had again
         after a stop."""
         seed = derive_seed("draft search", self.seed, number) % 2**32
-        n_random = min(RANDOM_TRIALS, self.budget // 3)
+        # warm starts alone are too much alike to learn from
+        n_random = len(self.starts) + min(RANDOM_TRIALS, self.budget // 5)
         if self.method == "tpe":
             return TPESampler(seed=seed, n_startup_trials=n_random)
         if self.method == "gp":
