@@ -164,6 +164,8 @@ def tell_findings(found: "Findings") -> None:
     test, (low, high) = found.test, found.test.speed_up_quartiles
     print(f"* on other prompts: alpha {test.acceptance.alpha:.3f}, c {test.c:.3f}, {test.tokens_per_second:.1f} "
           f"tokens/s, {test.speed_up:.2f} times as fast (quartiles {low:.2f}, {high:.2f})")  # fmt: skip
+    if found.chosen.worth.score <= 1:
+        print("by its score no draft makes this model faster")
     if not test.same_tokens:
         print("its text is not plain decoding's: near-ties fell otherwise where several tokens were read at once",
               file=sys.stderr)  # fmt: skip

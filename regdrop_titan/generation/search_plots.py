@@ -12,6 +12,8 @@ from matplotlib.ticker import MaxNLocator
 from .measure import speed_up_by_tokens
 from .search import Trial, front_of
 
+SPEED_UPS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)  # lines that are drawn, 1 thicker
+
 
 def plot_search(trials: Sequence[Trial], chosen: Trial, length: int, title: str, path: Path) -> None:
     """Left: each trial by its cost and rate of acceptance, the front, and lines of equal speed-up by Leviathan's
@@ -26,7 +28,7 @@ def plot_search(trials: Sequence[Trial], chosen: Trial, length: int, title: str,
     handles: dict[str, Any] = {}
     for axes in (left, right):
         handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.colorbar(left.collections[0], ax=left, label="score: speed-up over plain decoding")
     figure.savefig(path, dpi=150)
 
@@ -40,24 +42,20 @@ def draw_front(axes: Any, trials: Sequence[Trial], chosen: Trial, length: int) -
     x = np.linspace(max(0.0, low - margin), high + margin, 100)
     y = np.linspace(0, 1, 101)
     speed_ups = [[speed_up_by_tokens(alpha, length, c) for c in x] for alpha in y]
-    lines = axes.contour(x, y, speed_ups, levels=levels_of(speed_ups), colors="0.65", linewidths=0.8, zorder=1)
+    widths = [1.8 if level == 1 else 0.8 for level in SPEED_UPS]
+    lines = axes.contour(x, y, speed_ups, levels=SPEED_UPS, colors="0.65", linewidths=widths, zorder=1)
     axes.clabel(lines, fmt="%g x", fontsize=7)
     front = front_of(trials)
     axes.step(
         [trial.worth.c for trial in front], [trial.worth.alpha for trial in front], where="post", color="tab:red",
         linewidth=1.3, zorder=2, label="front",
     )  # fmt: skip
-    axes.plot([], [], color="0.65", linewidth=0.8, label=f"equal speed-up by formula, {length} drafted tokens")
+    axes.plot([], [], color="0.65", linewidth=0.8, label=f"equal speed-up ({length} drafted tokens)")
     mark(axes, chosen.worth.c, chosen.worth.alpha)
     axes.set(
         xlim=(x[0], x[-1]), ylim=(-0.03, 1.03), xlabel="cost of a drafted token, c (passes of the model)",
         ylabel="rate of acceptance a token, alpha",
     )  # fmt: skip
-
-
-def levels_of(speed_ups: Sequence[Sequence[float]]) -> list[float]:
-    """About eight round speed-ups."""
-    return [float(level) for level in MaxNLocator(8).tick_values(np.min(speed_ups), np.max(speed_ups))]
 
 
 def draw_scores(axes: Any, trials: Sequence[Trial], chosen: Trial) -> None:

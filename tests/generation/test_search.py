@@ -3,16 +3,22 @@
 import itertools
 import json
 import math
+import os
 import random
+import signal
 import sys
+import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
+from regdrop_titan.data.packed import MANIFEST
 from regdrop_titan.data.tokenizers import load_tokenizer
+from regdrop_titan.evaluation.subjects import InputError, checkpoint_subject
 from regdrop_titan.generation.drafts import flops_share, in_order, read_draft
+from regdrop_titan.generation.prompts import read_prompts
 from regdrop_titan.generation.search import METHODS, Search, Worth, best_of, by_formula, front_of, units_of, warm_starts
 from regdrop_titan.generation.walks import neighbours
 from regdrop_titan.models import build_model, flavor_args
@@ -20,8 +26,15 @@ from regdrop_titan.models.args import DecoderArgs
 
 from ..evaluation.tiny_runs import TEXT, write_run
 from ..models.test_cache import MODELS
+from ..packed_sets import write_packed
 
 FIVE = {**MODELS["nape"][1], "n_layers": 5}
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch):
+    """Each trial is a dozen writes that wait for it."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +45,8 @@ def brute_force():
         for i, (name, parameter) in enumerate(model.named_parameters()):
             size = 0.25 if "layers.1." in name or "layers.3." in name else 0.03
             parameter += size * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
-    prompts = list(torch.randint(0, 64, (3, 8), generator=torch.Generator().manual_seed(7)))
-    worth = by_formula(model, prompts, 20, 4, None)
+    prompts = list(torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(7)))
+    worth = by_formula(model, prompts, 12, 4, None)
     subsets = [kept for kept in itertools.product([False, True], repeat=5) if any(kept)]
     parts = [tuple(i for i, has in enumerate(kept) if has) for kept in subsets]
     return model.args, {each: worth(each) for each in parts}
@@ -46,7 +59,7 @@ def test_worth(brute_force):
     assert (whole.alpha, whole.accepted_share, whole.c) == (1, 1, 1)
     assert whole.score == pytest.approx(1.0)  # as many tokens a pass as passes' worth of work
     for parts, worth in found.items():
-        assert worth.c == flops_share(args, parts, 8 + 20 // 2)
+        assert worth.c == flops_share(args, parts, 8 + 12 // 2)
         assert 0 <= worth.accepted_share <= worth.alpha <= 1
 
 
@@ -187,10 +200,11 @@ def test_the_script(tmp_path, script, capsys, kind):
         (tmp_path / "x.txt").write_text(" ".join(TEXT))
         data = [str(tmp_path / "x.txt"), "--sublayers"]
     else:
-        (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXT))
-        tokenizer = str(tmp_path / "data/tokenizer.json")
-        assert script("prepare_data", "--input", str(tmp_path / "x.jsonl"), "--tokenizer", tokenizer, "--output",
-                      str(tmp_path / "packed")) == 0  # fmt: skip
+        tokenizer = load_tokenizer(tmp_path / "data/tokenizer.json")
+        write_packed(tmp_path / "packed", [tokenizer.encode(text).tolist() for text in TEXT], tokenizer.vocab_size)
+        manifest = json.loads((tmp_path / "packed" / MANIFEST).read_text())
+        manifest["tokenizer"]["sha256"] = tokenizer.sha256
+        (tmp_path / "packed" / MANIFEST).write_text(json.dumps(manifest))
         data = [str(tmp_path / "packed"), "--draft-exit", "adaptive"]
     command = ["search_draft", "--checkpoint", str(tmp_path), "--data", *data, "--method", "annealing", *SMALL]
     capsys.readouterr()
@@ -222,9 +236,6 @@ def test_the_script(tmp_path, script, capsys, kind):
 
 
 def test_a_text_has_its_first_tokens_read(tmp_path):
-    from regdrop_titan.evaluation.subjects import InputError, checkpoint_subject
-    from regdrop_titan.generation.prompts import read_prompts
-
     write_run(tmp_path)
     subject = checkpoint_subject(tmp_path)
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ["short", *TEXT[:2]]))
@@ -261,8 +272,6 @@ def test_bad_arguments(tmp_path, script, capsys, monkeypatch):
 
 
 def test_a_signal_keeps_what_is_tried(tmp_path, script, capsys, monkeypatch):
-    from regdrop_titan.generation import search as module
-
     write_run(tmp_path)
     (tmp_path / "x.txt").write_text(" ".join(TEXT))
     command = [
@@ -275,20 +284,16 @@ def test_a_signal_keeps_what_is_tried(tmp_path, script, capsys, monkeypatch):
         "hill",
         *SMALL,
     ]
-    run = module.Search.run
+    run = Search.run
 
     def signalled(self, objective):
-        import os
-        import signal
-        import time
-
         for trial in run(self, objective):
             if trial.number == 2:
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.3)  # its thread reads it
             yield trial
 
-    monkeypatch.setattr(module.Search, "run", signalled)
+    monkeypatch.setattr(Search, "run", signalled)
     assert script(*command) == 75
     assert "stopped with 3 trials" in capsys.readouterr().err
     assert not (tmp_path / "drafts/hill/search.json").exists()
