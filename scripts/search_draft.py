@@ -85,7 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError("the search needs optuna: pip install 'regdrop-titan[search]'") from None
     subject, prompts = check(arguments)
     folder = arguments.output or Path(subject.source).absolute().parent.parent / "drafts" / arguments.method
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output {folder}: {error.strerror}") from None
     try:
         with FileLock(folder / ".lock", timeout=0):
             return search_in(folder, subject, prompts, arguments)

@@ -264,6 +264,9 @@ def test_bad_arguments(tmp_path, script, capsys, monkeypatch):
     assert script(*command, str(tmp_path / "x.jsonl"), "--text-key", "document") == 2
     assert "x.jsonl, line 1: no key 'document'" in capsys.readouterr().err
     assert script(*command, str(tmp_path / "x.jsonl"), "--draft-exit", "often") == 2
+    (tmp_path / "long.txt").write_text(" ".join(TEXT))
+    assert script(*command, str(tmp_path / "long.txt"), *SMALL, "--output", str(tmp_path / "x.jsonl")) == 2
+    assert f"--output {tmp_path / 'x.jsonl'}: File exists" in capsys.readouterr().err
     assert script("search_draft", "--checkpoint", str(tmp_path / "gone"), "--data", str(tmp_path / "x.jsonl")) == 2
     monkeypatch.setitem(sys.modules, "optuna", None)
     capsys.readouterr()
