@@ -129,11 +129,13 @@ def worth_of(acceptance: Acceptance, c: float, speed_up: float | None = None) ->
 
 
 class Proposer(BaseSampler):
-    """Proposes whole subsets: `choose(study, trial)`, which may ask the sampler `base`."""
+    """Proposes whole subsets: what `choose` makes of that of the sampler `base`, which is asked, and keeps its accounts,
+    even where another subset is tried."""
 
-    def __init__(self, space: dict[str, BaseDistribution], base: BaseSampler | None) -> None:
-        self.space, self.base = space, base
-        self.choose: Callable[[Kept | None], Kept] = lambda kept: kept or ()
+    def __init__(
+        self, space: dict[str, BaseDistribution], base: BaseSampler | None, choose: Callable[[Kept | None], Kept]
+    ) -> None:
+        self.space, self.base, self.choose = space, base, choose
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         return self.space
@@ -227,9 +229,8 @@ class Search:
         while len(self.trials) < self.target:
             number = len(self.trials)
             warm = self.starts[number] if number < len(self.starts) else None
-            sampler = Proposer(self.space, self.base(number))
-            sampler.choose = functools.partial(self.choose, number, warm)
-            self.study.sampler = sampler
+            choose = functools.partial(self.choose, number, warm)
+            self.study.sampler = Proposer(self.space, self.base(number), choose)
             asked = self.study.ask(self.space)
             worth = objective(self.parts(tuple(asked.params[name] for name in self.space)))
             asked.set_user_attr("origin", self.method if warm is None else "warm start")

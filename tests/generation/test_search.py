@@ -127,7 +127,7 @@ def test_exact_resume(tmp_path, method, warm):
 
         return objective
 
-    def search(name, seed=3, trials=14):
+    def search(name, seed=3, trials=12):
         return Search(tmp_path / name, args, units, method, seed, trials, warm, {"a": 1})
 
     undisturbed = search("whole")
