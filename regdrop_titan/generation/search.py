@@ -129,8 +129,8 @@ def worth_of(acceptance: Acceptance, c: float, speed_up: float | None = None) ->
 
 
 class Proposer(BaseSampler):
-    """Proposes whole subsets: what `choose` makes of that of the sampler `base`, which is asked, and keeps its accounts,
-    even where another subset is tried."""
+    """Proposes whole subsets: what `choose` makes of that of the sampler `base`, which is asked (NSGA-II counts its
+    generations then) even where another subset is tried."""
 
     def __init__(
         self, space: dict[str, BaseDistribution], base: BaseSampler | None, choose: Callable[[Kept | None], Kept]
