@@ -18,8 +18,8 @@ def python(*command):
 
 
 HELPFUL = [
-    "average_checkpoints", "benchmark", "evaluate", "export_hf", "generate", "import_hf", "prepare_data", "sweep",
-    "train_tokenizer",
+    "average_checkpoints", "benchmark", "evaluate", "export_hf", "generate", "import_hf", "prepare_data",
+    "search_draft", "sweep", "train_tokenizer",
 ]  # fmt: skip
 
 
