@@ -29,18 +29,18 @@ LOGITS = 2**26  # elements of the logits that are held at a time: 256 MiB in fp3
 
 def default_exits(family: str, flavor: str, n_layers: int) -> tuple[int, ...]:
     """DD's exits of a Celerity model of that depth, else after a quarter, half and three quarters of the layers,
-    rounded down; none for a single layer."""
+    rounded down; not after L-1 layers, where an exit costs what the whole model does."""
     published = PUBLISHED.get(flavor, ()) if family == "celerity" else ()
-    if published and published[-1] < n_layers:
+    if published and published[-1] < n_layers - 1:
         return published
-    return tuple(sorted({n_layers * quarters // 4 for quarters in (1, 2, 3)} - {0}))
+    return tuple(sorted({n_layers * quarters // 4 for quarters in (1, 2, 3)} - {0, n_layers - 1}))
 
 
 def exit_faults(layers: Sequence[int], n_layers: int) -> list[str]:
     """What is wrong with these exits of a model, a line each."""
     faults = []
     if not layers:
-        faults.append(f"there is no place for an exit in a model of {n_layers} layer{'s' * (n_layers > 1)}")
+        faults.append(f"there is no place for an exit that saves anything in a model of {n_layers} layers")
     if wrong := sorted({k for k in layers if not 0 < k < n_layers}):
         faults.append(
             f"exit {', '.join(map(str, wrong))}: the model has {n_layers} layers, an exit is after 1 ... {n_layers - 1}"

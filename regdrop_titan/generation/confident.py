@@ -2,11 +2,11 @@
 from the whole model.
 
 The layers are cut at the exits into stages. A stage takes the residual stream from where the one before left it, through
-its own layers, and what lies at its end says a token: an exit's layer, norm and the head, or the last norm and the head. A
-token that an exit has written has not gone through the later stages: its residual stream waits before the next one. When
-a later token of the row needs that stage, it reads all that waits, in order and together with that token. So every layer
-reads every token that it must know, once, and what it then knows is what it would have known without exits: keys and
-values of attention and states of Mamba2 layers alike, each stage with a cache of its own.
+its own layers, and what lies at its end says a token: an exit's layer, norm and the head, or the last norm and the head.
+A token that an exit has written has not gone through the later stages: its residual stream waits before the next one.
+When a later token of the row needs that stage, it reads all that waits, in order and together with that token. So every
+layer reads every token that it must know, once, and what it then knows is what it would have known without exits: keys
+and values of attention and states of Mamba2 layers alike, each stage with a cache of its own.
 """
 
 import time
@@ -28,8 +28,8 @@ class Stage:
     """Some layers in a row and what says a token behind them.
 
     Args:
-        decoder: its `layers` are this stage's and, of an exit, the exit's own one last; its `tok_embeddings` is there in
-            the first stage only.
+        decoder: its `layers` are this stage's and, of an exit, the exit's own one last; only the first stage's has
+            `tok_embeddings`.
         exit_layer: k of its exit; None: it ends with the whole model.
         rows: of the batch.
         room, chunk: of the cache.
@@ -40,7 +40,9 @@ class Stage:
         self.cache = Cache(rows, room, chunk)
         self.device = next(decoder.parameters()).device
         self.tokens: list[list[int]] = [[] for _ in range(rows)]  # that wait, of each row
-        self.streams: list[list[Tensor]] = [[] for _ in range(rows)]  # (n, d) each, of the same tokens; not in the first
+        self.streams: list[list[Tensor]] = [
+            [] for _ in range(rows)
+        ]  # (n, d) each, of the same tokens; not in the first
 
     def read(self, rows: Sequence[int], following: "Stage | None") -> Tensor:
         """Read all that waits of these rows, which is something of each. Returns the logits behind the last token of

@@ -95,11 +95,13 @@ def test_which_exits():
         assert default_exits("celerity", flavor, FAMILIES["celerity"][flavor]["n_layers"]) == expected
     assert default_exits("nape_llama3", "400M", 24) == (6, 12, 18)
     assert default_exits("celerity", "271M", 8) == (2, 4, 6)  # another depth than the flavor's
-    assert [default_exits("nape_llama3", "debug", L) for L in (4, 3, 2, 1)] == [(1, 2, 3), (1, 2), (1,), ()]
+    assert [default_exits("nape_llama3", "debug", L) for L in (5, 4, 3, 2, 1)] == [
+        (1, 2, 3), (1, 2), (1,), (), ()
+    ]  # fmt: skip
     assert exit_faults([1, 3], 4) == []
     faults = exit_faults([0, 2, 2, 4], 4)
     assert faults == ["exit 0, 4: the model has 4 layers, an exit is after 1 ... 3", "exit 2: named twice"]
-    assert "there is no place for an exit in a model of 1 layer" in exit_faults([], 1)
+    assert "no place for an exit that saves anything in a model of 2 layers" in exit_faults([], 2)[0]
     with pytest.raises(ValueError, match="exit 4"):
         Exits(model_and_tokens("nape", 2, 12)[0].args, [4])
 
@@ -232,15 +234,19 @@ def test_confident_tokens_equal_full_forwards(name, monkeypatch):
     monkeypatch.setattr("regdrop_titan.generation.confident.piece_length", lambda *_: 5)
     model, exits, prompts = confident_model(name)
     largest = [exit_model(model, exits, k)(prompts[3][None]).softmax(-1).amax(-1) for k in exits.places]
-    threshold = torch.cat(largest).quantile(0.7).item()
-    expected = [slowly(model, exits, prompt, 12, threshold) for prompt in prompts]
-    answers, stats = generate_confidently(model, exits, prompts, 12, threshold)
+    for share in (0.7, 0.5, 0.3, 0.9):  # greedy text repeats itself: look for a threshold that divides it
+        threshold = torch.cat(largest).quantile(share).item()
+        answers, stats = generate_confidently(model, exits, prompts, 10, threshold)
+        if 0.05 < stats["exit 1"] < 0.95 and 0.05 < stats["whole model"] < 0.95:
+            break
+    else:
+        raise AssertionError(f"no threshold divides the tokens: {stats}")
+    expected = [slowly(model, exits, prompt, 10, threshold) for prompt in prompts]
     assert all(torch.equal(a, b) for a, (b, _) in zip(answers, expected, strict=True))
     by = [k for _, ks in expected for k in ks]
-    assert stats["tokens"] == 48
+    assert stats["tokens"] == 40
     for k, label in ((1, "exit 1"), (2, "exit 2"), (None, "whole model")):
-        assert stats[label] == by.count(k) / 48
-    assert 0.05 < stats["exit 1"] < 0.9 and 0.05 < stats["whole model"] < 0.9, stats
+        assert stats[label] == by.count(k) / 40
 
 
 @torch.no_grad()

@@ -1,0 +1,227 @@
+"""Training of exits in real runs: every layout as one process, resume, falling KL, a backbone that stays as it is."""
+
+import functools
+import hashlib
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from regdrop_titan.adapters import load_exits
+from regdrop_titan.adapters.balcony import exits_record
+from regdrop_titan.checkpoints import load_model
+from regdrop_titan.checkpoints.safety import read_metadata
+from regdrop_titan.evaluation.subjects import weights_sha256
+from regdrop_titan.metrics import read_records
+
+from .harness import DDP, run_cases
+from .ranks import Ranks
+
+MAMBA = ["--model.name", "mamba2", "--architecture.ssm_head_dim", "16", "--architecture.state_size", "16",
+         "--architecture.chunk_size", "12"]  # fmt: skip
+FAMILIES = {
+    "nape": ["--architecture.document_mask"],
+    "mamba": MAMBA,
+    "hybrid": [*MAMBA, "--architecture.layers", "attention,mamba", "--architecture.no-tied_embeddings"],
+    "celerity": ["--model.name", "celerity", "--architecture.n_kv_heads", "4", "--parametrization.kind", "completep",
+                 "--parametrization.base_dim", "32", "--parametrization.base_layers", "2",
+                 "--layer_dropout.p_max", "0.5", "--layer_dropout.scale", "eval_density",
+                 "--layer_dropout.schedule", "constant"],
+}  # fmt: skip
+STEPS = ["--training.steps", "4", "--lr_scheduler.warmup_steps", "1", "--checkpoint.interval", "2", "--optimizer.lr",
+         "1e-2", "--optimizer.implementation", "for-loop"]  # fmt: skip
+DROPPING = ["--dropout.placement", "vpad", "--dropout.p", "0.2", "--optimizer.weight_decay", "0.1"]
+
+
+def train_exits(rank: int, runs: list[list[str]]) -> int:
+    """`train_exits.py` with each of some arguments, one after another in the same rank."""
+    import os
+
+    from regdrop_titan.adapters.command import main
+
+    port = int(os.environ["MASTER_PORT"])
+    for i, args in enumerate(runs):
+        os.environ["MASTER_PORT"] = str(port + i)
+        if status := main(args, ""):
+            return status
+    return 0
+
+
+def run_exits(n: int, folder: Path, *runs: list[str]) -> tuple[list[int], str]:
+    """Exit statuses of `n` ranks, and what they printed."""
+    ranks = Ranks(n, functools.partial(train_exits, runs=list(runs)), folder / f"said-{time.monotonic_ns()}")
+    return ranks.wait(240), ranks.said()
+
+
+def exits_of(run: Path, out: Path, *args: str) -> list[str]:
+    return ["--checkpoint", str(run), "--exits", "2", "1", "--job.dump_folder", str(out), *STEPS, *args]
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("balcony_runs")
+
+
+@pytest.fixture(scope="module")
+def backbones(folder, packed):
+    """A run of each family, and the hashes of all that it left."""
+    cases = {name: {"args": [*args, "--checkpoint.enable"]} for name, args in FAMILIES.items()}
+    run_cases(1, folder / "runs", packed, cases)
+    return hashes(folder / "runs")
+
+
+@pytest.fixture(scope="module")
+def one(folder, backbones):
+    """Each family in one process, in one go."""
+    runs = [exits_of(folder / "runs" / name, folder / "1" / name) for name in FAMILIES]
+    runs.append(exits_of(folder / "runs/nape", folder / "1/accumulated", "--training.local_batch_size", "8"))
+    runs.append(
+        exits_of(folder / "runs/nape", folder / "1/long", "--training.steps", "30", "--checkpoint.interval", "15")
+    )
+    statuses, said = run_exits(1, folder, *runs)
+    assert statuses == [0], said[-5000:]
+    return said
+
+
+@pytest.fixture(scope="module")
+def two(folder, backbones):
+    """Each family on two ranks (FSDP2), replicated, and stopped and resumed with dropout in the exits."""
+    runs = [exits_of(folder / "runs" / name, folder / "2" / name) for name in FAMILIES]
+    runs.append(exits_of(folder / "runs/nape", folder / "2/ddp", *DDP))
+    runs.append(exits_of(folder / "runs/hybrid", folder / "2/whole", *DROPPING))
+    for steps in ("2", "4"):
+        schedule = ["--training.steps", steps, "--lr_scheduler.total_steps", "4"]
+        runs.append(exits_of(folder / "runs/hybrid", folder / "2/parts", *DROPPING, *schedule))
+    statuses, said = run_exits(2, folder, *runs)
+    assert statuses == [0, 0], said[-5000:]
+    return said
+
+
+def compare(records, expected):
+    assert [record["step"] for record in records] == [record["step"] for record in expected]
+    for record, other in zip(records, expected, strict=True):
+        for key in ("loss", "grad_norm", "exit_kl/1", "exit_kl/2"):
+            assert record[key] == pytest.approx(other[key], rel=1e-5 if record["step"] == 1 else 1e-4), key
+        assert record["loss"] == pytest.approx((record["exit_kl/1"] + record["exit_kl/2"]) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_ranks_train_as_one(folder, one, two, name):
+    compare(read_records(folder / "2" / name / "metrics.jsonl"), read_records(folder / "1" / name / "metrics.jsonl"))
+
+
+def test_replicas_and_accumulation_train_as_one(folder, one, two):
+    expected = read_records(folder / "1/nape/metrics.jsonl")
+    compare(read_records(folder / "2/ddp/metrics.jsonl"), expected)
+    compare(read_records(folder / "1/accumulated/metrics.jsonl"), expected)
+
+
+def test_resume_is_bit_for_bit(folder, two):
+    whole, parts = (read_records(folder / f"2/{name}/metrics.jsonl") for name in ("whole", "parts"))
+    assert [record["step"] for record in parts] == [1, 2, 3, 4]
+    for key in ("loss", "grad_norm", "lr", "tokens", "exit_kl/1", "exit_kl/2"):
+        assert [record[key] for record in parts] == [record[key] for record in whole], key
+    backbone = load_model(folder / "runs/hybrid")
+    a, b = (load_exits(folder / f"2/{name}", backbone) for name in ("whole", "parts"))
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+    begun = load_exits(folder / "2/parts/checkpoint/step-2", backbone)
+    assert not all(torch.equal(x, y) for x, y in zip(b.parameters(), begun.parameters(), strict=True))
+
+
+def test_the_kl_falls_at_every_exit(folder, one):
+    records = read_records(folder / "1/long/metrics.jsonl")
+    for key in ("loss", "exit_kl/1", "exit_kl/2"):
+        first, last = (sum(record[key] for record in part) / 5 for part in (records[:5], records[-5:]))
+        assert last < 0.5 * first, key
+    rates = [record["lr"] for record in records]
+    assert rates[0] == max(rates) == 1e-2 and rates[15] == pytest.approx(5e-3, rel=0.1) and rates[-1] < 1e-4
+
+
+def test_the_backbone_stays_as_it_is(folder, backbones, one, two):
+    """Its files byte for byte, and its weights in training by their hash, which the exits know."""
+    assert hashes(folder / "runs") == backbones
+    for name in FAMILIES:
+        sha256 = weights_sha256(load_model(folder / "runs" / name))
+        for n, said in (("1", one), ("2", two)):
+            assert exits_record(folder / n / name)[1]["backbone_sha256"] == sha256
+            assert said.count(f"The backbone is unchanged, sha256 of its weights {sha256}") >= 1
+            assert said.count(f"step-3, sha256 of its weights {sha256}") >= 1
+
+
+def test_a_checkpoint_holds_the_exits_alone(folder, two):
+    config = json.loads((folder / "2/hybrid/config.json").read_text())
+    assert config["exits"]["layers"] == [1, 2] and config["model_args"]["n_layers"] == 4
+    names = list(read_metadata(folder / "2/hybrid/checkpoint/step-4").state_dict_metadata)
+    weights = [name for name in names if name.split(".")[0] not in ("optimizer", "lr_scheduler", "train_state")]
+    weights = [name for name in weights if not name.startswith("dataloader")]
+    assert {".".join(name.split(".")[:2]) for name in weights} == {"exits.1", "exits.2"}
+    moments = [name for name in names if name.startswith("optimizer.state.")]
+    assert moments and all(name.startswith("optimizer.state.exits.") for name in moments)
+
+
+def test_a_signal_saves_and_the_same_command_goes_on(folder, backbones):
+    args = exits_of(folder / "runs/nape", folder / "signal", "--training.steps", "100000")
+    ranks = Ranks(2, functools.partial(train_exits, runs=[args]), folder / "signalled")
+    end = time.monotonic() + 60
+    while not read_records(folder / "signal/metrics.jsonl") and time.monotonic() < end:
+        time.sleep(0.05)
+    ranks.signal(signal.SIGTERM)
+    assert ranks.wait() == [75, 75], ranks.said()[-3000:]
+    step = read_records(folder / "signal/metrics.jsonl")[-1]["step"]
+    statuses, said = run_exits(2, folder, [*args, "--training.steps", str(step + 1)])
+    assert statuses == [0, 0], said[-3000:]
+    assert [record["step"] for record in read_records(folder / "signal/metrics.jsonl")] == list(range(1, step + 2))
+
+
+def test_wrong_arguments(folder, two, script, capfd, monkeypatch):
+    """All at once, in one message, with status 2; nothing is trained."""
+    run = str(folder / "runs/nape")
+    for args, messages in (
+        (["--checkpoint", str(folder)], ["no whole checkpoint"]),
+        (["--checkpoint", str(folder / "2/nape")], ["step-4: holds exits, not a model"]),
+        (
+            ["--checkpoint", run, "--exits", "0", "2", "2", "4", "--parallelism.tensor_parallel_degree", "2",
+             "--architecture.dim", "32", "--optimizer.lrr", "1", "--dropout.p", "2"],
+            ["exit 0, 4: the model has 4 layers, an exit is after 1 ... 3", "exit 2: named twice",
+             "optimizer.lrr: unknown key; did you mean optimizer.lr?", "dropout.p = 2.0: must be in [0, 1)"],
+        ),
+        (
+            ["--checkpoint", run, "--parallelism.tensor_parallel_degree", "2", "--architecture.dim", "64",
+             "--compile.enable", "--job.config_file", "F.toml"],
+            ["parallelism.tensor_parallel_degree: not for exits", "--architecture.dim: is the checkpoint's",
+             "compile.enable: not for exits", "--job.config_file: the settings are those of the run's"],
+        ),
+        (
+            ["--checkpoint", run, "--exits", "2", "--job.dump_folder", str(folder / "2/nape")],
+            ["has checkpoints of the exits 1 2; name those, or another job.dump_folder"],
+        ),
+    ):  # fmt: skip
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name, raising=False)
+        assert script("train_exits", *args) == 2
+        said = capfd.readouterr().err
+        assert all(message in said for message in messages), said
+        assert "Traceback" not in said
+    assert not (folder / "runs/nape/exits").exists()
+
+
+def test_exits_of_other_weights_are_not_gone_on_with(folder, two, backbones):
+    args = exits_of(folder / "runs/nape", folder / "2/nape", "--training.steps", "6")
+    other = folder / "other"
+    record = folder / "2/nape/config.json"
+    before = record.read_text()
+    record.write_text(before.replace(json.loads(before)["exits"]["backbone_sha256"], "0" * 64))
+    try:
+        statuses, said = run_exits(1, folder, args)
+    finally:
+        record.write_text(before)
+    assert statuses == [2] and "has exits of other weights (sha256 000000000000)" in said and "Traceback" not in said
+    assert not other.exists()
