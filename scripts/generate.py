@@ -1,8 +1,10 @@
-"""Text from a checkpoint, as it is written.
+r"""Text from a checkpoint, as it is written.
 
     python scripts/generate.py --checkpoint outputs/RUN/checkpoint --prompt "def main("
     python scripts/generate.py --checkpoint outputs/RUN/checkpoint --prompt "def main(" --exit-layer 8
     python scripts/generate.py --checkpoint outputs/RUN/checkpoint --prompt "def main(" --speculative 0 1 3
+    python scripts/generate.py --checkpoint outputs/RUN/checkpoint --prompt "def main(" --exits outputs/RUN/exits \
+        --exit-confidence 0.9
 
 Greedy unless --temperature is above 0. With --speculative these layers draft for the whole model: the text is the same,
 and what it cost is told at the end.
@@ -13,10 +15,12 @@ import sys
 
 import torch
 
+from regdrop_titan.adapters import exit_model, load_exits
+from regdrop_titan.adapters.balcony import exits_record
 from regdrop_titan.checkpoints import CheckpointError
 from regdrop_titan.data.tokenizers import Tokenizer
 from regdrop_titan.evaluation.subjects import InputError, checkpoint_subject, tell
-from regdrop_titan.generation import generate
+from regdrop_titan.generation import generate, generate_confidently
 from regdrop_titan.signals import interruptible
 
 
@@ -52,16 +56,44 @@ class Stream:
             self.printed += new
 
 
+def exit_faults(arguments: argparse.Namespace) -> list[str]:
+    """What is wrong with the options of trained exits among themselves, a line each."""
+    exits, layer, confidence = arguments.exits, arguments.exit_layer, arguments.exit_confidence
+    faults = []
+    if confidence is not None and exits is None:
+        faults.append("--exit-confidence: needs --exits, the trained exits")
+    if exits is not None and (layer is None) == (confidence is None):
+        faults.append("--exits: needs either --exit-layer or --exit-confidence")
+    if confidence is not None and (arguments.skip_layers or arguments.speculative is not None):
+        faults.append("--exit-confidence: not with --skip-layers or --speculative")
+    if confidence is not None and not 0 < confidence <= 1:
+        faults.append(f"--exit-confidence {confidence}: must be above 0 and at most 1")
+    if exits is not None:
+        try:
+            places = exits_record(exits)[1]["layers"]
+            if layer is not None and layer not in places:
+                there = ", ".join(map(str, places))
+                faults.append(f"--exit-layer {layer}: there are trained exits after {there} layers")
+        except CheckpointError as error:
+            faults.append(f"--exits: {error}")
+    return faults
+
+
 def run(arguments: argparse.Namespace) -> None:
     subject = checkpoint_subject(arguments.checkpoint, tokenizer=arguments.tokenizer)
     tokenizer = subject.tokenizer
     faults = [f"--prompt {i}: is empty" for i, text in enumerate(arguments.prompt, 1) if not text]
     faults += ["--stop: a stop string is empty" for stop in arguments.stop if not stop]
+    faults += exit_faults(arguments)
     if faults:
         raise InputError("\n".join(faults))
     prompts = [torch.tensor(tokenizer.encode(text).tolist()) for text in arguments.prompt]
     streams = [Stream(tokenizer, arguments.stop, show=len(prompts) == 1) for _ in prompts]
-    model = subject.load()
+    model, exits = subject.load(), None
+    if arguments.exits is not None:
+        exits = load_exits(arguments.exits, model)
+    if exits is not None and arguments.exit_layer is not None:
+        model, arguments.exit_layer = exit_model(model, exits, arguments.exit_layer), None
     so_far: list[list[int]] = [[] for _ in prompts]
 
     def wrote(row: int, new: list[int]) -> None:
@@ -71,12 +103,20 @@ def run(arguments: argparse.Namespace) -> None:
     if len(prompts) == 1:
         print(arguments.prompt[0], end="", flush=True)
     try:
-        answers, stats = generate(
-            model, prompts, arguments.max_new_tokens, arguments.temperature, arguments.exit_layer,
-            arguments.skip_layers, arguments.speculative, arguments.draft_length, top_k=arguments.top_k,
-            top_p=arguments.top_p, seed=arguments.seed, finished=lambda row, ids: streams[row].finished(row, ids),
-            wrote=wrote,
-        )  # fmt: skip
+        options = {
+            "top_k": arguments.top_k, "top_p": arguments.top_p, "seed": arguments.seed, "wrote": wrote,
+            "finished": lambda row, ids: streams[row].finished(row, ids),
+        }  # fmt: skip
+        if arguments.exit_confidence is not None:
+            answers, stats = generate_confidently(
+                model, exits, prompts, arguments.max_new_tokens, arguments.exit_confidence, arguments.temperature,
+                **options,
+            )  # fmt: skip
+        else:
+            answers, stats = generate(
+                model, prompts, arguments.max_new_tokens, arguments.temperature, arguments.exit_layer,
+                arguments.skip_layers, arguments.speculative, arguments.draft_length, **options,
+            )  # fmt: skip
     except ValueError as fault:
         raise InputError(str(fault)) from None
     if len(prompts) == 1:
@@ -84,8 +124,13 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         for i, (text, stream, ids) in enumerate(zip(arguments.prompt, streams, answers, strict=True), 1):
             print(f"--- {i}\n{text}{stream.text(ids.tolist())}")
-    said = f"{stats['tokens']} tokens in {stats['seconds']:.2f} s, {stats['tokens'] / stats['passes']:.2f} a pass"
-    if stats["drafted"]:
+    said = f"{stats['tokens']} tokens in {stats['seconds']:.2f} s"
+    if arguments.exit_confidence is not None:
+        writers = [name for name in stats if name not in ("tokens", "seconds")]
+        said += "; written by " + ", ".join(f"{name}: {stats[name]:.1%}" for name in writers)
+    else:
+        said += f", {stats['tokens'] / stats['passes']:.2f} a pass"
+    if stats.get("drafted"):
         said += f"; {stats['accepted']} of {stats['drafted']} drafted tokens accepted"
     print(said, file=sys.stderr)
 
@@ -103,7 +148,12 @@ def main() -> int:
     parser.add_argument("--top-p", type=float, default=1.0, help="only the likeliest tokens of this probability")
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
     parser.add_argument("--stop", action="append", default=[], help="string that ends an answer; repeatable")
-    parser.add_argument("--exit-layer", type=int, help="only the first so many layers")
+    parser.add_argument("--exit-layer", type=int, help="only the first so many layers; with --exits the trained exit")
+    parser.add_argument("--exits", metavar="DIR", help="trained exits of this checkpoint: outputs/RUN/exits")
+    parser.add_argument(
+        "--exit-confidence", type=float, metavar="P",
+        help="with --exits: each token of the first exit that gives one token at least this probability",
+    )  # fmt: skip
     parser.add_argument("--skip-layers", type=int, nargs="+", default=[], help="layers to leave out")
     parser.add_argument("--speculative", type=int, nargs="+", metavar="LAYER", help="layers that draft for the model")
     parser.add_argument("--draft-length", type=int, default=5, help="tokens that are drafted at a time")

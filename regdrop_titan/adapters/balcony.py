@@ -1,5 +1,5 @@
-"""Balcony exits (Jamialahmadi et al., arXiv 2503.05005; DD): a frozen decoder, the backbone, can stop after k layers and
-go on through one layer and one norm that were trained for this place. The head is the backbone's own.
+"""Balcony exits (Jamialahmadi et al., arXiv 2503.05005; DD): a frozen decoder, the backbone, can stop after k layers
+and go on through one layer and one norm that were trained for this place. The head is the backbone's own.
 
 An exit is thus a decoder of k + 1 layers that shares the backbone's modules: `exit_model` makes it, and whatever takes
 a decoder takes it.

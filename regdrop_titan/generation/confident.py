@@ -1,12 +1,12 @@
-"""Text whose tokens each come from the shallowest trained exit that is confident of them (Balcony, arXiv 2503.05005), or
-from the whole model.
+"""Text whose tokens each come from the shallowest trained exit that is confident of them (Balcony, arXiv 2503.05005),
+or from the whole model.
 
-The layers are cut at the exits into stages. A stage takes the residual stream from where the one before left it, through
-its own layers, and what lies at its end says a token: an exit's layer, norm and the head, or the last norm and the head.
-A token that an exit has written has not gone through the later stages: its residual stream waits before the next one.
-When a later token of the row needs that stage, it reads all that waits, in order and together with that token. So every
-layer reads every token that it must know, once, and what it then knows is what it would have known without exits: keys
-and values of attention and states of Mamba2 layers alike, each stage with a cache of its own.
+The layers are cut at the exits into stages. A stage takes the residual stream from where the one before left it,
+through its own layers, and what lies at its end says a token: an exit's layer, norm and the head, or the last norm and
+the head. A token that an exit has written has not gone through the later stages: its residual stream waits before the
+next one. When a later token of the row needs that stage, it reads all that waits, in order and together with that
+token. So every layer reads every token that it must know, once, and what it then knows is what it would have known
+without exits: keys and values of attention and states of Mamba2 layers alike, each stage with a cache of its own.
 """
 
 import time
