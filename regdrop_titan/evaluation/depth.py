@@ -159,8 +159,8 @@ def entry(args: DecoderArgs, seq_len: int, layers: Layers, losses: Tensor) -> En
 
 
 def trained_exit_entry(args: DecoderArgs, seq_len: int, k: int, losses: Tensor) -> Entry:
-    """Of the trained exit after k layers of a model of `args`: what it costs counts the exit's own layer, which is
-    none of the model's `layers`. Losses as `entry` takes them."""
+    """Of the trained exit after k layers of a model of `args`. What it costs counts the exit's own layer, which is none
+    of the model's `layers`. Losses as `entry` takes them."""
     whole, whole_flops = weight_bytes(args, tuple(range(args.n_layers))), args.flops_per_token(seq_len) // 3
     own = entry(exit_args(args, k), seq_len, tuple(range(k + 1)), losses)
     return replace(
@@ -180,7 +180,7 @@ def trained_exit_losses(
     batch_size: int = 1,
     progress: Callable[[int], object] = lambda done: None,
 ) -> dict[int, Tensor]:
-    """The mean cross-entropy in nats of each sample at each trained exit k, (N,) fp64; arguments as `subset_losses`'."""
+    """The mean cross-entropy in nats of each sample at each trained exit k, (N,) fp64; arguments as `subset_losses`."""
     found = {}
     for k in exits.places:
         layers = tuple(range(k + 1))

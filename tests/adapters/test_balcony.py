@@ -279,3 +279,37 @@ def test_rows_end_on_their_own_and_are_told():
     with pytest.raises(ValueError) as error:
         generate_confidently(model, exits, [], threshold=0.0)
     assert "prompts: there are none" in str(error.value) and "threshold 0.0: must be above 0" in str(error.value)
+
+
+def test_the_generate_script(tmp_path, script, capsys):
+    """The text of a trained exit, and of confident ones with their shares; wrong options, all at once."""
+    model = write_run(tmp_path)
+    exits = trained(model)
+    write_exits(tmp_path / "exits", model, exits)
+    name = ["--checkpoint", str(tmp_path), "--max-new-tokens", "8", "--prompt", "The sky is"]
+    using = [*name, "--exits", str(tmp_path / "exits")]
+    texts = {}
+    for key, options in (
+        ("exit", [*using, "--exit-layer", "1"]),
+        ("first", [*using, "--exit-confidence", "1e-9"]),
+        ("whole", [*using, "--exit-confidence", "1"]),
+        ("plain", name),
+    ):
+        assert script("generate", *options) == 0
+        texts[key] = capsys.readouterr()
+    assert texts["exit"].out == texts["first"].out != texts["plain"].out == texts["whole"].out
+    assert "written by exit 1: 100.0%, exit 2: 0.0%, whole model: 0.0%" in texts["first"].err
+    for wrong, messages in (
+        ([*name, "--exit-confidence", "2", "--skip-layers", "1"],
+         ["--exit-confidence: needs --exits", "--exit-confidence: not with --skip-layers", "2.0: must be above 0"]),
+        (using, ["--exits: needs either --exit-layer or --exit-confidence"]),
+        ([*using, "--exit-layer", "0"], ["--exit-layer 0: there are trained exits after 1, 2 layers"]),
+        ([*name, "--exits", str(tmp_path), "--exit-layer", "1"], ["--exits: ", "holds no exits"]),
+    ):  # fmt: skip
+        assert script("generate", *wrong) == 2
+        said = capsys.readouterr().err
+        assert all(message in said for message in messages), said
+    write_exits(tmp_path / "others", model, exits, backbone_sha256="0" * 64)
+    using[-1] = str(tmp_path / "others")
+    assert script("generate", *using, "--exit-layer", "1") == 2
+    assert "exits of another model" in capsys.readouterr().err

@@ -1,9 +1,13 @@
 """Training of exits in real runs: every layout as one process, resume, falling KL, a backbone that stays as it is."""
 
+import contextlib
 import functools
 import hashlib
 import json
+import os
+import shutil
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -36,23 +40,31 @@ STEPS = ["--training.steps", "4", "--lr_scheduler.warmup_steps", "1", "--checkpo
 DROPPING = ["--dropout.placement", "vpad", "--dropout.p", "0.2", "--optimizer.weight_decay", "0.1"]
 
 
-def train_exits(rank: int, runs: list[list[str]]) -> int:
-    """`train_exits.py` with each of some arguments, one after another in the same rank."""
-    import os
-
+def train_exits(rank: int, runs: list[list[str]], ports: list[int]) -> int:
+    """`train_exits.py` with each of some arguments, one after another in the same rank, on a port each."""
     from regdrop_titan.adapters.command import main
 
-    port = int(os.environ["MASTER_PORT"])
-    for i, args in enumerate(runs):
-        os.environ["MASTER_PORT"] = str(port + i)
+    for args, port in zip(runs, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
         if status := main(args, ""):
             return status
     return 0
 
 
+def start(n: int, folder: Path, *runs: list[str]) -> Ranks:
+    with contextlib.ExitStack() as stack:
+        free = [stack.enter_context(socket.socket()) for _ in runs]
+        for each in free:
+            each.bind(("127.0.0.1", 0))
+        ports = [each.getsockname()[1] for each in free]
+    return Ranks(
+        n, functools.partial(train_exits, runs=list(runs), ports=ports), folder / f"said-{time.monotonic_ns()}"
+    )
+
+
 def run_exits(n: int, folder: Path, *runs: list[str]) -> tuple[list[int], str]:
     """Exit statuses of `n` ranks, and what they printed."""
-    ranks = Ranks(n, functools.partial(train_exits, runs=list(runs)), folder / f"said-{time.monotonic_ns()}")
+    ranks = start(n, folder, *runs)
     return ranks.wait(240), ranks.said()
 
 
@@ -96,6 +108,7 @@ def two(folder, backbones):
     """Each family on two ranks (FSDP2), replicated, and stopped and resumed with dropout in the exits."""
     runs = [exits_of(folder / "runs" / name, folder / "2" / name) for name in FAMILIES]
     runs.append(exits_of(folder / "runs/nape", folder / "2/ddp", *DDP))
+    runs.append(exits_of(folder / "runs/hybrid", folder / "2/bf16", "--training.mixed_precision_param", "bfloat16"))
     runs.append(exits_of(folder / "runs/hybrid", folder / "2/whole", *DROPPING))
     for steps in ("2", "4"):
         schedule = ["--training.steps", steps, "--lr_scheduler.total_steps", "4"]
@@ -122,6 +135,24 @@ def test_replicas_and_accumulation_train_as_one(folder, one, two):
     expected = read_records(folder / "1/nape/metrics.jsonl")
     compare(read_records(folder / "2/ddp/metrics.jsonl"), expected)
     compare(read_records(folder / "1/accumulated/metrics.jsonl"), expected)
+
+
+def test_mixed_precision(folder, one, two):
+    """bf16 under FSDP2, with a backbone in fp32 that stays bit for bit, near the run in fp32."""
+    records = read_records(folder / "2/bf16/metrics.jsonl")
+    for record, other in zip(records, read_records(folder / "1/hybrid/metrics.jsonl"), strict=True):
+        assert record["loss"] == pytest.approx(other["loss"], rel=0.1)
+
+
+@pytest.mark.slow
+def test_four_ranks_train_as_one(folder, one, backbones):
+    """HSDP, and FSDP2 over four."""
+    hsdp = ["--parallelism.data_parallel_replicate_degree", "2"]
+    runs = [exits_of(folder / "runs/hybrid", folder / f"4/{name}", *args) for name, args in (("hsdp", hsdp), ("", []))]
+    statuses, said = run_exits(4, folder, *runs)
+    assert statuses == [0] * 4, said[-5000:]
+    for name in ("4/hsdp", "4"):
+        compare(read_records(folder / name / "metrics.jsonl"), read_records(folder / "1/hybrid/metrics.jsonl"))
 
 
 def test_resume_is_bit_for_bit(folder, two):
@@ -169,7 +200,7 @@ def test_a_checkpoint_holds_the_exits_alone(folder, two):
 
 def test_a_signal_saves_and_the_same_command_goes_on(folder, backbones):
     args = exits_of(folder / "runs/nape", folder / "signal", "--training.steps", "100000")
-    ranks = Ranks(2, functools.partial(train_exits, runs=[args]), folder / "signalled")
+    ranks = start(2, folder, args)
     end = time.monotonic() + 60
     while not read_records(folder / "signal/metrics.jsonl") and time.monotonic() < end:
         time.sleep(0.05)
@@ -215,7 +246,6 @@ def test_wrong_arguments(folder, two, script, capfd, monkeypatch):
 
 def test_exits_of_other_weights_are_not_gone_on_with(folder, two, backbones):
     args = exits_of(folder / "runs/nape", folder / "2/nape", "--training.steps", "6")
-    other = folder / "other"
     record = folder / "2/nape/config.json"
     before = record.read_text()
     record.write_text(before.replace(json.loads(before)["exits"]["backbone_sha256"], "0" * 64))
@@ -224,4 +254,33 @@ def test_exits_of_other_weights_are_not_gone_on_with(folder, two, backbones):
     finally:
         record.write_text(before)
     assert statuses == [2] and "has exits of other weights (sha256 000000000000)" in said and "Traceback" not in said
-    assert not other.exists()
+
+
+def test_depth_evaluation_finds_them(folder, one, packed, script, capsys, tmp_path):
+    """Named, and beside their run; exits of other weights are refused when named, else passed over."""
+    run = tmp_path / "nape"
+    shutil.copytree(folder / "runs/nape", run)
+    data = ["--checkpoint", str(run), "--data", str(packed / "validation"), "--samples", "4", "--analyses", "exits"]
+    exits = str(folder / "1/long")
+    assert script("evaluate", "depth", *data, "--exits", exits) == 0
+    assert "trained exit 1" in capsys.readouterr().out
+    named = json.loads((run / "evaluation/depth.json").read_text())
+    assert named["settings"]["exits"] == f"{exits}/checkpoint/step-30"
+    assert [each["n_layers"] for each in named["families"]["balcony"]] == [1, 2]
+    for each, zero_shot in zip(named["families"]["balcony"], named["families"]["exits"][1:], strict=False):
+        assert each["weight_bytes"] > zero_shot["weight_bytes"] and each["flops"] > zero_shot["flops"]
+        assert abs(each["loss"] - named["full"]["loss"]) < abs(zero_shot["loss"] - named["full"]["loss"])
+    shutil.copytree(folder / "1/long", run / "exits")
+    assert script("evaluate", "depth", *data) == 0
+    assert json.loads((run / "evaluation/depth.json").read_text())["families"] == named["families"]
+    capsys.readouterr()
+    shutil.rmtree(run / "exits")
+    shutil.copytree(folder / "1/mamba", run / "exits")
+    assert script("evaluate", "depth", *data) == 0
+    assert "exits of another model" in capsys.readouterr().out
+    assert "balcony" not in json.loads((run / "evaluation/depth.json").read_text())["families"]
+    assert script("evaluate", "depth", *data, "--exits", str(run / "exits")) == 2
+    assert "--exits: " in capsys.readouterr().err
+    assert script("evaluate", "depth", *data, "--exits", str(run), exits) == 2
+    said = capsys.readouterr().err
+    assert "--exits: 2 for 1 models" in said and "holds no exits" in said
