@@ -248,7 +248,7 @@ def exits_record(path: str | Path) -> tuple[Path, dict[str, Any]]:
     """
     checkpoint = resolve_checkpoint(path)
     record = run_config(checkpoint).get(KEY)
-    if not isinstance(record, dict):
+    if not isinstance(record, dict) or not {"layers", "backbone", "backbone_sha256"} <= record.keys():
         raise CheckpointError(f"{checkpoint}: holds no exits; scripts/train_exits.py trains them")
     return checkpoint, record
 

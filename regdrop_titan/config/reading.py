@@ -194,14 +194,16 @@ def overridden(args: list[str]) -> dict[str, list[str]]:
 
 
 def saved_sections(saved: dict[str, Any], names: Iterable[str]) -> JobConfig:
-    """The sections `names` of a run's config.json, all others at their defaults. A key that another version wrote and
-    this one does not know is left out. Raises ConfigError."""
+    """The sections `names` of a run's config.json, all others at their defaults, and so is what is null there, as in
+    that of imported weights. A key that another version wrote and this one does not know is left out. Raises
+    ConfigError."""
     faults: list[str] = []
     kept: dict[str, dict] = {}
     sections = {field.name: field.type for field in fields(JobConfig)}
     for name in names:
         known = {field.name for field in fields(sections[name])}  # type: ignore[arg-type]
-        kept[name] = {key: value for key, value in (saved.get(name) or {}).items() if key in known}
+        values = (saved.get(name) or {}).items()
+        kept[name] = {key: value for key, value in values if key in known and value is not None}
     config = _from_dict(JobConfig, kept, "", faults)
     if faults:
         raise ConfigError([f"the run's config.json: {fault}" for fault in faults])

@@ -207,9 +207,10 @@ PROMPTS = (1, 3, 17, 26)  # tokens
 def slowly(model, exits, prompt, n, threshold):
     """Greedy by full forwards of one row: ids, and who wrote each."""
     ids, by = prompt, []
+    exited = {k: exit_model(model, exits, k) for k in exits.places}
     for _ in range(n):
         for k in exits.places:
-            logits = exit_model(model, exits, k)(ids[None])[0, -1:]
+            logits = exited[k](ids[None])[0, -1:]
             if logits.softmax(-1).max() >= threshold:
                 break
         else:
