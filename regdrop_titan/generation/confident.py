@@ -11,11 +11,12 @@ without exits: keys and values of attention and states of Mamba2 layers alike, e
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..adapters.balcony import Exits, assembled, exit_args
+from ..adapters.balcony import Exit, Exits, assembled, exit_args
 from ..models import Decoder
 from ..models.cache import Cache, piece_length
 from ..models.mamba2 import Passed
@@ -86,14 +87,16 @@ class Stage:
 
 def stages(model: Decoder, exits: Exits, rows: int, room: int) -> list[Stage]:
     """Of `rows` rows that get at most `room` tokens long."""
-    found = []
+    found: list[Stage] = []
     chunk, first = piece_length(model.args, rows, room), 0
     for k in [*exits.places, None]:
-        layers = {str(i): model.layers[str(i)] for i in range(first, model.args.n_layers if k is None else k)}
+        layers: dict[str, Any] = {str(i): model.layers[str(i)] for i in range(first, k or model.args.n_layers)}
         args, norm = model.args, model.norm
         if k is not None:
-            layers[str(k)], norm = exits[str(k)].block, exits[str(k)].norm
-            args, first = exit_args(model.args, k), k
+            own = exits[str(k)]
+            assert isinstance(own, Exit)
+            layers[str(k)] = own.block
+            args, norm, first = exit_args(args, k), own.norm, k
         embeddings = None if found else model.tok_embeddings
         decoder = assembled(args, layers, embeddings, norm, model.output, training=model.training)
         found.append(Stage(decoder, k, rows, room, chunk))
