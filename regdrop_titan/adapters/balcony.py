@@ -145,23 +145,27 @@ class _ExitKL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, students: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
-        E, N, _ = students.shape
         wide = torch.promote_types(students.dtype, torch.float32)
-        kl = torch.empty(E, N, dtype=wide, device=students.device)
-        gradient = torch.empty_like(students) if ctx.needs_input_grad[0] else None
+        found = torch.empty(students.shape[:-1], dtype=wide, device=students.device)  # (E, B, S)
+        gradient = None
+        if ctx.needs_input_grad[0]:  # contiguous, so that the flat one below is a view
+            gradient = torch.empty(students.shape, dtype=students.dtype, device=students.device)
+        # of all tokens in a row
+        inputs, targets, kl = students.flatten(1, 2), teacher.flatten(0, 1), found.flatten(1, 2)
+        gradients = None if gradient is None else gradient.flatten(1, 2)
         n = max(1, LOGITS // len(weight))
-        for start in range(0, N, n):
+        for start in range(0, len(targets), n):
             piece = slice(start, start + n)
-            log_p = F.linear(teacher[piece], weight).to(wide).log_softmax(-1)  # (n, V)
+            log_p = F.linear(targets[piece], weight).to(wide).log_softmax(-1)  # (n, V)
             p = log_p.exp()
-            for e in range(E):
-                log_q = F.linear(students[e, piece], weight).to(wide).log_softmax(-1)
+            for e in range(len(inputs)):
+                log_q = F.linear(inputs[e, piece], weight).to(wide).log_softmax(-1)
                 kl[e, piece] = (p * (log_p - log_q)).sum(-1)
-                if gradient is not None:  # d KL / d logits = q - p
-                    gradient[e, piece] = (log_q.exp() - p).to(weight.dtype) @ weight
+                if gradients is not None:  # d KL / d logits = q - p
+                    gradients[e, piece] = (log_q.exp() - p).to(weight.dtype) @ weight
         if gradient is not None:
             ctx.save_for_backward(gradient)
-        return kl
+        return found
 
     @staticmethod
     def backward(ctx, upstream: Tensor) -> tuple[Tensor, None, None]:
@@ -177,8 +181,7 @@ def exit_kl(students: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
         teacher: (B, S, d), what it reads behind all layers; takes none.
         weight: (V, d), of the head; takes none.
     """
-    E, B, S, d = students.shape
-    return _ExitKL.apply(students.reshape(E, B * S, d), teacher.detach().reshape(B * S, d), weight).view(E, B, S)
+    return _ExitKL.apply(students, teacher.detach(), weight)
 
 
 class DecoderWithExits(Decoder):

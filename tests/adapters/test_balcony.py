@@ -118,6 +118,9 @@ def test_kl_and_its_gradient_are_the_formula(limit, monkeypatch):
     upstream = torch.rand(3, 2, 5, generator=generator, dtype=torch.float64)
     kl = exit_kl(students, teacher, weight)
     (gradient,) = torch.autograd.grad((kl * upstream).sum(), students)
+    turned = students.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()  # rows lie otherwise
+    (of_turned,) = torch.autograd.grad((exit_kl(turned, teacher, weight) * upstream).sum(), turned)
+    torch.testing.assert_close(of_turned, gradient)
     p, log_q = (teacher @ weight.T).softmax(-1), (students @ weight.T).log_softmax(-1)
     expected = (p * (p.log() - log_q)).sum(-1)
     (by_formula,) = torch.autograd.grad((expected * upstream).sum(), students)
