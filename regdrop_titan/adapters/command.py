@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import functools
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from torchtitan.tools.logging import logger
@@ -53,16 +54,20 @@ def base_config(checkpoint: Path, args: DecoderArgs) -> JobConfig:
     return config
 
 
-def unusable(config: JobConfig, keys: set[str]) -> list[str]:
-    """What train.py can and exits cannot, a line each. `keys`: those that are overridden."""
-    model = "is the checkpoint's, and stays as it is"
+def not_to_be_overridden(keys: Iterable[str]) -> list[str]:
+    """Those of some overridden keys that would make another model, a line each."""
     faults = [
-        f"--{key}: {model}"
+        f"--{key}: is the checkpoint's, and stays as it is"
         for key in sorted(keys)
         if key.split(".")[0] in OF_THE_MODEL or key in ("model.name", "model.flavor")
     ]
     if "job.config_file" in keys:
         faults.append("--job.config_file: the settings are those of the run's config.json; override single ones")
+    return faults
+
+
+def unusable(config: JobConfig) -> list[str]:
+    """What train.py can and exits cannot, a line each."""
     parallel, checkpoint = config.parallelism, config.checkpoint
     refused = [
         (parallel.tensor_parallel_degree > 1, "parallelism.tensor_parallel_degree",
@@ -86,11 +91,11 @@ def unusable(config: JobConfig, keys: set[str]) -> list[str]:
         (checkpoint.last_save_in_hf, "checkpoint.last_save_in_hf", "no format there has exits"),
         (bool(checkpoint.exclude_from_loading), "checkpoint.exclude_from_loading", "not for exits"),
     ]  # fmt: skip
-    return faults + [f"{key}: {reason}" for wrong, key, reason in refused if wrong]
+    return [f"{key}: {reason}" for wrong, key, reason in refused if wrong]
 
 
 def exits_config(
-    path: str | Path, layers: list[int] | None, overrides: list[str], world_size: int, inputs: bool = True
+    path: str | Path, layers: list[int] | None, overrides: list[str], world_size: int
 ) -> tuple[JobConfig, Path, DecoderArgs, tuple[int, ...]]:
     """The configuration of a training of exits, the backbone's checkpoint and arguments, and the exits.
 
@@ -98,7 +103,6 @@ def exits_config(
         path: `…/checkpoint/step-N`, or `…/checkpoint` for the newest whole one.
         layers: k of each exit; None: `default_exits`.
         overrides: `["--section.key", "value", ...]`.
-        inputs: as `load_config` takes it.
 
     Raises ConfigError with every fault.
     """
@@ -115,15 +119,16 @@ def exits_config(
     faults = [f"--exits: {fault}" for fault in exit_faults(chosen, args.n_layers)]
     chosen = tuple(sorted(chosen))
     given = overridden(overrides)
+    faults += not_to_be_overridden(given)
     base.job.description = f"exits {' '.join(map(str, chosen))} of {checkpoint}"  # ranks compare it
     try:
         config = load_config(overrides, base=base)
-        faults += unusable(config, set(given))
+        faults += unusable(config)
         if "lr_scheduler.warmup_steps" not in given:
             config.lr_scheduler.warmup_steps = max(1, round(0.01 * config.training.steps))
             overrides = [*overrides, "--lr_scheduler.warmup_steps", str(config.lr_scheduler.warmup_steps)]
         if not faults:
-            config = load_config(overrides, world_size, inputs, base)
+            config = load_config(overrides, world_size, inputs=True, base=base)
     except ConfigError as error:
         faults += error.faults
     if not faults:

@@ -229,6 +229,7 @@ def test_wrong_arguments(folder, two, script, capfd, monkeypatch):
             ["--checkpoint", run, "--exits", "0", "2", "2", "4", "--parallelism.tensor_parallel_degree", "2",
              "--architecture.dim", "32", "--optimizer.lrr", "1", "--dropout.p", "2"],
             ["exit 0, 4: the model has 4 layers, an exit is after 1 ... 3", "exit 2: named twice",
+             "--architecture.dim: is the checkpoint's",
              "optimizer.lrr: unknown key; did you mean optimizer.lr?", "dropout.p = 2.0: must be in [0, 1)"],
         ),
         (
