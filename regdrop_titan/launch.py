@@ -13,7 +13,9 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torchtitan.tools.logging import init_logger, logger
@@ -22,6 +24,9 @@ from .checkpoints.safety import CheckpointError, SaveError
 from .config import ConfigError, JobConfig, load_config
 from .data.packed import DataError
 from .signals import STOPPED, StopSignals
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
 
 
 def first_to_fail() -> bool:
@@ -73,15 +78,25 @@ def log_on_one_rank(config: JobConfig) -> None:
         logger.setLevel(logging.WARNING)
 
 
-def train(config: JobConfig) -> int:
-    """Train; returns the exit status."""
+def make_ready(config: JobConfig) -> None:
+    """What comes between a configuration and its training: the log, and a corpus that is still to be built. Raises
+    DataError."""
+    log_on_one_rank(config)
+    if config.training.dataset_source == "stdlib":
+        from .data.stdlib_corpus import build_stdlib_corpus
+
+        build_stdlib_corpus(Path(config.training.dataset_path or "").parent)
+
+
+def train(config: JobConfig, build: "Callable[[JobConfig, StopSignals], Trainer] | None" = None) -> int:
+    """Train by the trainer that `build` makes, `Trainer` itself by default; returns the exit status."""
     from .trainer import Trainer
 
     will = "stopping at the end of this step" + (", with a checkpoint" if config.checkpoint.enable else "")
     with StopSignals(will) as signals:
         trainer = None
         try:
-            trainer = Trainer(config, signals)
+            trainer = (build or Trainer)(config, signals)
             trainer.train()
         finally:
             if trainer is not None:
@@ -101,13 +116,13 @@ def train(config: JobConfig) -> int:
         return STOPPED
 
 
-def train_or_tell(config: JobConfig) -> int:
-    """Train; what ends it is told in one message by one rank. Returns the exit status."""
+def train_or_tell(config: JobConfig, build: "Callable[[JobConfig, StopSignals], Trainer] | None" = None) -> int:
+    """`train`; what ends it is told in one message by one rank. Returns the exit status."""
     from .startup import RanksDisagree
     from .trainer import NonFiniteError
 
     try:
-        return train(config)
+        return train(config, build)
     except (SaveError, NonFiniteError) as error:
         return fail(str(error), 1)
     except (CheckpointError, DataError, RanksDisagree) as error:
@@ -156,11 +171,7 @@ def main(args: list[str]) -> int:
             return 0
         as_single_process()
         config = load_config(overrides, int(os.environ["WORLD_SIZE"]), inputs=True)
-        log_on_one_rank(config)
-        if config.training.dataset_source == "stdlib":
-            from .data.stdlib_corpus import build_stdlib_corpus
-
-            build_stdlib_corpus(Path(config.training.dataset_path or "").parent)
+        make_ready(config)
     except ConfigError as error:
         return fail(f"the configuration cannot run:\n{error}")
     except DataError as error:

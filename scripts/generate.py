@@ -1,9 +1,11 @@
-"""Text from a checkpoint, as it is written.
+r"""Text from a checkpoint, as it is written.
 
     python scripts/generate.py --checkpoint outputs/RUN/checkpoint --prompt "def main("
     python scripts/generate.py --checkpoint outputs/RUN/checkpoint --prompt "def main(" --exit-layer 8
     python scripts/generate.py --checkpoint outputs/RUN/checkpoint --prompt "def main(" --speculative 0 1a 1f 3
     python scripts/generate.py --checkpoint outputs/RUN/checkpoint --prompt "def main(" --speculative draft.json
+    python scripts/generate.py --checkpoint outputs/RUN/checkpoint --prompt "def main(" --exits outputs/RUN/exits \
+        --exit-confidence 0.9
 
 Greedy unless --temperature is above 0. With --speculative these layers draft for the whole model: the text is the same,
 and what it cost is told at the end.
@@ -18,11 +20,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from regdrop_titan.adapters import exit_model, load_exits
+from regdrop_titan.adapters.balcony import exits_record
 from regdrop_titan.checkpoints import CheckpointError
 from regdrop_titan.data.tokenizers import Tokenizer
 from regdrop_titan.evaluation.subjects import InputError, checkpoint_subject, tell
-from regdrop_titan.generation import Draft, generate
-from regdrop_titan.generation.drafts import parse_part, read_draft
+from regdrop_titan.generation import Draft, generate, generate_confidently
+from regdrop_titan.generation.drafts import parse_exit, parse_part, read_draft
 from regdrop_titan.generation.measure import Acceptance, Comparison, compare
 from regdrop_titan.signals import interruptible
 
@@ -112,10 +116,49 @@ def told(comparison: Comparison) -> str:
     )
 
 
+def exit_faults(arguments: argparse.Namespace) -> list[str]:
+    """What is wrong with the options of trained exits among themselves, a line each."""
+    exits, layer, confidence = arguments.exits, arguments.exit_layer, arguments.exit_confidence
+    faults = []
+    if confidence is not None and exits is None:
+        faults.append("--exit-confidence: needs --exits, the trained exits")
+    if exits is not None and (layer is None) == (confidence is None):
+        faults.append("--exits: needs either --exit-layer or --exit-confidence")
+    if confidence is not None and (arguments.skip_layers or arguments.speculative is not None):
+        faults.append("--exit-confidence: not with --skip-layers or --speculative")
+    if confidence is not None and not 0 < confidence <= 1:
+        faults.append(f"--exit-confidence {confidence}: must be above 0 and at most 1")
+    if exits is not None:
+        try:
+            places = exits_record(exits)[1]["layers"]
+            if layer is not None and layer not in places:
+                there = ", ".join(map(str, places))
+                faults.append(f"--exit-layer {layer}: there are trained exits after {there} layers")
+        except CheckpointError as error:
+            faults.append(f"--exits: {error}")
+    return faults
+
+
+def summary(stats: dict[str, float], drafted: bool, confidently: bool) -> str:
+    """What writing has cost, from the statistics of either way to write."""
+    said = f"{stats['tokens']} tokens in {stats['seconds']:.2f} s"
+    if confidently:
+        writers = [name for name in stats if name not in ("tokens", "seconds")]
+        return f"{said}; written by " + ", ".join(f"{name}: {stats[name]:.1%}" for name in writers)
+    acceptance = Acceptance.of(stats)
+    said += f", {acceptance.tokens_a_pass:.2f} a pass"
+    if drafted:
+        said += (
+            f"; {stats['accepted']} of {stats['drafted']} drafted tokens accepted ({acceptance.accepted_share:.3f}; "
+            f"{acceptance.alpha:.3f} a token)"
+        )
+    return said
+
+
 def run(arguments: argparse.Namespace) -> None:
     subject = checkpoint_subject(arguments.checkpoint, tokenizer=arguments.tokenizer)
     tokenizer = subject.tokenizer
-    faults = faults_of(arguments, tokenizer)
+    faults = faults_of(arguments, tokenizer) + exit_faults(arguments)
     draft = None
     try:
         draft = find_draft(arguments)
@@ -125,7 +168,11 @@ def run(arguments: argparse.Namespace) -> None:
         raise InputError("\n".join(faults))
     prompts = [torch.tensor(tokenizer.encode(text).tolist()) for text in arguments.prompt]
     streams = [Stream(tokenizer, arguments.stop, show=len(prompts) == 1) for _ in prompts]
-    model = subject.load()
+    model, exits = subject.load(), None
+    if arguments.exits is not None:
+        exits = load_exits(arguments.exits, model)
+    if exits is not None and arguments.exit_layer is not None:
+        model, arguments.exit_layer = exit_model(model, exits, arguments.exit_layer), None
     so_far: list[list[int]] = [[] for _ in prompts]
 
     def wrote(row: int, new: list[int]) -> None:
@@ -134,14 +181,22 @@ def run(arguments: argparse.Namespace) -> None:
 
     options: dict[str, Any] = {
         "temperature": arguments.temperature, "top_k": arguments.top_k, "top_p": arguments.top_p,
-        "seed": arguments.seed, "exit_layer": arguments.exit_layer, "skip_layers": arguments.skip_layers,
-        "max_length": arguments.max_length, "finished": lambda row, ids: streams[row].finished(row, ids),
+        "seed": arguments.seed, "max_length": arguments.max_length,
+        "finished": lambda row, ids: streams[row].finished(row, ids),
     }  # fmt: skip
+    parts = {"exit_layer": arguments.exit_layer, "skip_layers": arguments.skip_layers}
     drafting = {} if draft is None else draft.options()
     if len(prompts) == 1:
         print(arguments.prompt[0], end="", flush=True)
     try:
-        answers, stats = generate(model, prompts, arguments.max_new_tokens, **options, **drafting, wrote=wrote)
+        if exits is not None and arguments.exit_confidence is not None:
+            answers, stats = generate_confidently(
+                model, exits, prompts, arguments.max_new_tokens, arguments.exit_confidence, **options, wrote=wrote
+            )
+        else:
+            answers, stats = generate(
+                model, prompts, arguments.max_new_tokens, **options, **parts, **drafting, wrote=wrote
+            )
     except ValueError as fault:
         raise InputError(str(fault)) from None
     if len(prompts) == 1:
@@ -149,22 +204,13 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         for i, (text, stream, ids) in enumerate(zip(arguments.prompt, streams, answers, strict=True), 1):
             print(f"--- {i}\n{text}{stream.text(ids.tolist())}")
-    acceptance = Acceptance.of(stats)
-    said = f"{stats['tokens']} tokens in {stats['seconds']:.2f} s, {acceptance.tokens_a_pass:.2f} a pass"
-    if draft is not None:
-        said += (
-            f"; {stats['accepted']} of {stats['drafted']} drafted tokens accepted ({acceptance.accepted_share:.3f}; "
-            f"{acceptance.alpha:.3f} a token)"
-        )
-    print(said, file=sys.stderr)
+    print(summary(stats, draft is not None, arguments.exit_confidence is not None), file=sys.stderr)
     if draft is not None and arguments.paired is not None:
         with tqdm(total=arguments.paired + 1, desc="paired rounds", unit="round", leave=False) as bar:
-            found = compare(model, prompts, draft, arguments.max_new_tokens, arguments.paired, bar.update, **options)
+            found = compare(
+                model, prompts, draft, arguments.max_new_tokens, arguments.paired, bar.update, **options, **parts
+            )
         print(told(found), file=sys.stderr)
-
-
-def draft_exit(text: str) -> float | str:
-    return text if text == "adaptive" else float(text)
 
 
 def main() -> int:
@@ -180,7 +226,12 @@ def main() -> int:
     parser.add_argument("--top-p", type=float, default=1.0, help="only the likeliest tokens of this probability")
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
     parser.add_argument("--stop", action="append", default=[], help="string that ends an answer; repeatable")
-    parser.add_argument("--exit-layer", type=int, help="only the first so many layers")
+    parser.add_argument("--exit-layer", type=int, help="only the first so many layers; with --exits the trained exit")
+    parser.add_argument("--exits", metavar="DIR", help="trained exits of this checkpoint: outputs/RUN/exits")
+    parser.add_argument(
+        "--exit-confidence", type=float, metavar="P",
+        help="with --exits: each token of the first exit that gives one token at least this probability",
+    )  # fmt: skip
     parser.add_argument("--skip-layers", type=int, nargs="+", default=[], help="layers to leave out")
     parser.add_argument(
         "--max-length", type=int, help="tokens of a prompt with its answer that there is room for; default: all"
@@ -192,9 +243,9 @@ def main() -> int:
     )  # fmt: skip
     parser.add_argument("--draft-length", type=int, help="tokens that are drafted at a time; default: the file's, or 5")
     parser.add_argument(
-        "--draft-exit", type=draft_exit, metavar="P",
+        "--draft-exit", type=parse_exit, metavar="P",
         help="the draft stops behind a token of which it was less sure than this; 'adaptive': a threshold that follows "
-        "what was accepted; default: the file's, or never",
+        "what was accepted; 'none': never; default: the file's, or never",
     )  # fmt: skip
     parser.add_argument(
         "--paired", type=int, metavar="N", help="then write it N times with the draft and without, in turns: the time"

@@ -23,7 +23,7 @@ from regdrop_titan.data.packed import DataError
 from regdrop_titan.evaluation.results import describe
 from regdrop_titan.evaluation.subjects import InputError, Subject, checkpoint_subject, tell
 from regdrop_titan.evaluation.verbs import check_positive
-from regdrop_titan.generation.drafts import Draft, DraftExit, part_text
+from regdrop_titan.generation.drafts import Draft, DraftExit, parse_exit, part_text
 from regdrop_titan.generation.prompts import read_prompts, tokens_sha256
 from regdrop_titan.models import Decoder
 from regdrop_titan.signals import STOPPED, StopSignals, interruptible
@@ -38,16 +38,6 @@ SETTINGS = ("objective", "draft_length", "draft_exit", "prompts", "prompt_tokens
 
 class Stopped(Exception):
     """By a signal, with the study as it was behind the last trial."""
-
-
-def draft_exit(text: str) -> float | str | None:
-    """`none`, `adaptive` or a number."""
-    if text in ("none", "adaptive"):
-        return None if text == "none" else text
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be none, adaptive or a number in [0, 1]") from None
 
 
 def check(arguments: argparse.Namespace) -> tuple[Subject, list[Tensor]]:
@@ -191,7 +181,7 @@ def main() -> int:
     parser.add_argument("--objective", choices=("formula", "measured"), default="formula",
                         help="measured acceptance over FLOPs, or tokens/s (noisy) (formula)")  # fmt: skip
     parser.add_argument("--draft-length", type=int, default=5, help="tokens drafted at a time (5)")
-    parser.add_argument("--draft-exit", type=draft_exit, default=None, metavar="P|adaptive|none",
+    parser.add_argument("--draft-exit", type=parse_exit, default=None, metavar="P|adaptive|none",
                         help="a draft stops behind a token less sure than P (none)")  # fmt: skip
     parser.add_argument("--prompts", type=int, default=8, help="to search with; as many others are to test (8)")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="of each prompt (64)")

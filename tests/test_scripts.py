@@ -19,7 +19,7 @@ def python(*command):
 
 HELPFUL = [
     "average_checkpoints", "benchmark", "evaluate", "export_hf", "generate", "import_hf", "prepare_data",
-    "search_draft", "sweep", "train_tokenizer",
+    "search_draft", "sweep", "train_exits", "train_tokenizer",
 ]  # fmt: skip
 
 

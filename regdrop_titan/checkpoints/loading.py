@@ -1,11 +1,15 @@
 """Reading a run's checkpoint without a process group and without its TOML."""
 
+import hashlib
 import json
 import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..models import Decoder, DecoderArgs
 from .formats import args_from_json
@@ -75,3 +79,14 @@ def load_model(path: str | Path, args: DecoderArgs | None = None) -> Decoder:
     load_state(state, checkpoint, no_dist=True)
     model.load_state_dict(state)
     return model.to(torch.float32).eval()
+
+
+def state_sha256(state: Mapping[str, Tensor]) -> str:
+    """Of weights with their names, dtypes and shapes: the same for every layout and folder of one model. Sharded ones
+    are gathered, one at a time, on all ranks."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
+        digest.update(whole.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import io
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
@@ -187,25 +188,51 @@ def _apply_overrides(config: JobConfig, overrides: list[Override], faults: list[
     return read([override for override in overrides if override not in refused]) or config
 
 
-def load_config(args: list[str], world_size: int | None = None, inputs: bool = False) -> JobConfig:
+def overridden(args: list[str]) -> dict[str, list[str]]:
+    """The keys that a command line overrides, with the words behind each; what is no override is left out."""
+    return {override.key: override.values for override in _read_overrides(args, [])}
+
+
+def saved_sections(saved: dict[str, Any], names: Iterable[str]) -> JobConfig:
+    """The sections `names` of a run's config.json, all others at their defaults, and so is what is null there, as in
+    that of imported weights. A key that another version wrote and this one does not know is left out. Raises
+    ConfigError."""
+    faults: list[str] = []
+    kept: dict[str, dict] = {}
+    sections = {field.name: field.type for field in fields(JobConfig)}
+    for name in names:
+        known = {field.name for field in fields(sections[name])}  # type: ignore[arg-type]
+        values = (saved.get(name) or {}).items()
+        kept[name] = {key: value for key, value in values if key in known and value is not None}
+    config = _from_dict(JobConfig, kept, "", faults)
+    if faults:
+        raise ConfigError([f"the run's config.json: {fault}" for fault in faults])
+    return config
+
+
+def load_config(
+    args: list[str], world_size: int | None = None, inputs: bool = False, base: JobConfig | None = None
+) -> JobConfig:
     """The validated configuration of a run.
 
     Args:
         args: command line, as `["--job.config_file", "F.toml", "--dropout.p", "0.2"]`.
         world_size: number of processes, where known; degrees and batch sizes are checked against it.
         inputs: look at tokenizer and data paths too.
+        base: what `args` override, in place of a TOML.
 
     Raises:
         ConfigError: listing every fault that was found.
     """
     faults: list[str] = []
     overrides = _read_overrides(args, faults)
-    path = next((" ".join(o.values) for o in overrides if o.key == "job.config_file"), None)
-    values = _read_toml(path, faults) if path else {}
-    if values is None:
-        raise ConfigError(faults)  # defaults in place of the file would only add misleading faults
-    config = _from_dict(JobConfig, values, "", faults)
-    config = _apply_overrides(config, overrides, faults)
+    if base is None:
+        path = next((" ".join(o.values) for o in overrides if o.key == "job.config_file"), None)
+        values = _read_toml(path, faults) if path else {}
+        if values is None:
+            raise ConfigError(faults)  # defaults in place of the file would only add misleading faults
+        base = _from_dict(JobConfig, values, "", faults)
+    config = _apply_overrides(base, overrides, faults)
     if not config.validation.local_batch_size:
         config.validation.local_batch_size = config.training.local_batch_size
     if not config.validation.seq_len:

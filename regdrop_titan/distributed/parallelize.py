@@ -32,6 +32,7 @@ from torchtitan.models.llama3.infra.parallelize import (
 )
 from torchtitan.tools.utils import device_type
 
+from ..adapters.balcony import DecoderWithExits
 from ..config import JobConfig
 from ..models.attention import Attention
 from ..models.block import Block, Residual
@@ -198,14 +199,15 @@ def shard_parameters(model: Decoder, mesh: DeviceMesh, pp_enabled: bool, job_con
         if isinstance(module, StateSpace):
             # fp32 all through; small, so gathered once a step. The decoder calls it outside of the block
             fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=False, **offload)
-    if model.args.tied_embeddings:
-        # A tied weight must lie in one FSDP group: the root's, which holds embedding, norm and head.
+    if model.args.tied_embeddings or isinstance(model, DecoderWithExits):
+        # A tied weight must lie in one FSDP group, and a head that exits share must stay gathered while they read it:
+        # the root's group holds embedding, norm and head.
         fsdp_config: dict = {
             "mesh": mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
             **offload,
         }
-        for block in model.layers.values():
+        for block in [module for module in model.modules() if isinstance(module, Block)]:
             fully_shard(block, **fsdp_config, reshard_after_forward=policy != "never")
         fully_shard(model, **fsdp_config)
         disable_fsdp_gradient_division(model)

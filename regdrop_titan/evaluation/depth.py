@@ -2,15 +2,18 @@
 
 A subset of layers is the embedding, these layers in their order, the final norm and the head. Early exit at l' keeps
 the layers 0 ... l'-1. Skipping removes layers from anywhere: every second one, a contiguous run, or any others.
+
+Balcony exits, which are trained, stand beside the zero-shot ones.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..adapters.balcony import Exits, exit_args, exit_model
 from ..data.loader import Sample
 from ..models import Decoder, DecoderArgs
 
@@ -153,3 +156,33 @@ def entry(args: DecoderArgs, seq_len: int, layers: Layers, losses: Tensor) -> En
         flops=flops,
         flops_share=flops / forward_flops(args, whole, seq_len),
     )
+
+
+def trained_exit_entry(args: DecoderArgs, seq_len: int, k: int, losses: Tensor) -> Entry:
+    """Of the trained exit after k layers of a model of `args`. What it costs counts the exit's own layer, which is none
+    of the model's `layers`. Losses as `entry` takes them."""
+    whole, whole_flops = weight_bytes(args, tuple(range(args.n_layers))), args.flops_per_token(seq_len) // 3
+    own = entry(exit_args(args, k), seq_len, tuple(range(k + 1)), losses)
+    return replace(
+        own,
+        layers=tuple(range(k)),
+        removed=without(args.n_layers, range(k)),
+        n_layers=k,
+        weight_share=own.weight_bytes / whole,
+        flops_share=own.flops / whole_flops,
+    )
+
+
+def trained_exit_losses(
+    model: Decoder,
+    exits: Exits,
+    samples: Sequence[Sample],
+    batch_size: int = 1,
+    progress: Callable[[int], object] = lambda done: None,
+) -> dict[int, Tensor]:
+    """The mean cross-entropy in nats of each sample at each trained exit k, (N,) fp64; arguments as `subset_losses`."""
+    found = {}
+    for k in exits.places:
+        layers = tuple(range(k + 1))
+        found[k] = subset_losses(exit_model(model, exits, k), samples, [layers], batch_size, progress)[layers]
+    return found

@@ -19,12 +19,21 @@ Result = dict[str, Any]
 
 
 def plot_exits(results: Sequence[Result], path: Path) -> None:
-    """The loss at every exit."""
-    figure, (axes,), columns = new_figure(1, [result["label"] for result in results], width=7)
+    """The loss at every exit, and at the trained ones of the models that have some."""
+    labels = [label for result in results for label in (result["label"], *trained_label(result))]
+    figure, (axes,), columns = new_figure(1, labels, width=7)
     for result, color in zip(results, colors(len(results)), strict=True):
         draw_losses(axes, result["families"]["exits"], "n_layers", label=result["label"], color=color)
+        for label in trained_label(result):
+            style = {"color": color, "linestyle": "none", "marker": "*", "markersize": 11}
+            draw_losses(axes, result["families"]["balcony"], "n_layers", label=label, **style)
     axes.set(xlabel="exit after so many layers", ylabel=LOSS)
     finish(figure, [axes], columns, path)
+
+
+def trained_label(result: Result) -> list[str]:
+    """What the trained exits of a result are called in a legend; nothing where it has none."""
+    return [f"{result['label']}, trained (+ 1 layer)"] if result["families"].get("balcony") else []
 
 
 def plot_alternate(results: Sequence[Result], path: Path) -> None:
@@ -44,8 +53,8 @@ def draw_losses(axes: Any, entries: Sequence[Result], x: str, **style) -> None:
     """Losses with their standard errors over "n_layers" or "n_removed"."""
     counts = [len(entry["removed"]) if x == "n_removed" else entry["n_layers"] for entry in entries]
     axes.errorbar(
-        counts, [entry["loss"] for entry in entries], [entry["loss_error"] for entry in entries], marker="o",
-        markersize=4, capsize=3, **style,
+        counts, [entry["loss"] for entry in entries], [entry["loss_error"] for entry in entries],
+        **{"marker": "o", "markersize": 4, "capsize": 3} | style,
     )  # fmt: skip
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
@@ -84,14 +93,20 @@ def increase_by_run(result: Result) -> np.ndarray:
 
 
 def plot_costs(results: Sequence[Result], path: Path) -> None:
-    """The loss of all subsets against the memory of their weights and against their FLOPs, with the Pareto fronts."""
-    figure, panels, columns = new_figure(2, [result["label"] for result in results], width=9)
+    """The loss of all subsets against the memory of their weights and against their FLOPs, with the Pareto fronts; the
+    trained exits, which are no subsets, as stars."""
+    labels = [label for result in results for label in (result["label"], *trained_label(result))]
+    figure, panels, columns = new_figure(2, labels, width=9)
     titles = {"weight_bytes": "weights in bf16 (bytes)", "flops": "forward FLOPs a token"}
     for axes, (cost, title) in zip(panels, titles.items(), strict=True):
         for result, color in zip(results, colors(len(results)), strict=True):
             entries, front = all_entries(result), pareto_front(all_entries(result), cost)
             axes.scatter([e[cost] for e in entries], [e["loss"] for e in entries], s=12, alpha=0.4, color=color)
             axes.plot([e[cost] for e in front], [e["loss"] for e in front], label=result["label"], color=color)
+            for label in trained_label(result):
+                trained = result["families"]["balcony"]
+                costs, losses = [e[cost] for e in trained], [e["loss"] for e in trained]
+                axes.scatter(costs, losses, marker="*", s=90, color=color, label=label)
         axes.set_xlabel(title)
         axes.xaxis.set_major_formatter(EngFormatter())
     panels[0].set_ylabel(f"{LOSS}; lines: Pareto fronts")
@@ -101,7 +116,8 @@ def plot_costs(results: Sequence[Result], path: Path) -> None:
 
 def all_entries(result: Result) -> list[Result]:
     """The different subsets of a result."""
-    entries = [result["full"], *(entry for family in result["families"].values() for entry in family)]
+    families = {name: family for name, family in result["families"].items() if name != "balcony"}
+    entries = [result["full"], *(entry for family in families.values() for entry in family)]
     return list({tuple(entry["layers"]): entry for entry in entries}.values())
 
 

@@ -1,7 +1,6 @@
 """What is evaluated: checkpoints of runs and plain Hugging Face folders, behind one interface."""
 
 import dataclasses
-import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ import torch
 
 from ..checkpoints import load_model, resolve_checkpoint, run_config
 from ..checkpoints.huggingface import load_huggingface, read_args, read_context
-from ..checkpoints.loading import model_args_of
+from ..checkpoints.loading import model_args_of, state_sha256
 from ..data.mixture import parse_mixture
 from ..data.packed import DataError, PackedTokens
 from ..data.tokenizers import TOKENIZER_FILES, Tokenizer, load_tokenizer
@@ -174,12 +173,8 @@ def scale_positions(subject: Subject, factor: float) -> None:
 
 
 def weights_sha256(model: Decoder) -> str:
-    """Of all weights with their names, dtypes and shapes: the same for every layout and folder of one model."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    """Of all weights, as `state_sha256` takes it."""
+    return state_sha256(model.state_dict())
 
 
 def unique_labels(subjects: Sequence[Subject]) -> None:

@@ -4,6 +4,7 @@ when they stop, what they cost, and the file that holds one.
 A part is a layer, written `5`, or one of its two sublayers, `5a` (attention) or `5f` (feed-forward).
 """
 
+import argparse
 import json
 import re
 from collections.abc import Sequence
@@ -43,6 +44,16 @@ def parse_part(text: str) -> Part:
         raise ValueError(f"{text!r} is neither a layer (5) nor a sublayer (5a, 5f)")
     layer, letter = int(found[1]), found[2]
     return (layer, next(name for name, its in LETTERS.items() if its == letter)) if letter else layer
+
+
+def parse_exit(text: str) -> float | str:
+    """A draft's exit on a command line: `none`, which is 0, `adaptive` or a number."""
+    if text in ("none", "adaptive"):
+        return 0.0 if text == "none" else text
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be none, adaptive or a number in [0, 1]") from None
 
 
 def sublayers_of(args: DecoderArgs, part: Part) -> set[Part]:

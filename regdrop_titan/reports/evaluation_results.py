@@ -94,6 +94,7 @@ def depth_scores(content: dict[str, Any]) -> Tables:
     n_layers = content["full"]["n_layers"]
     columns = {
         "exits": Column("early exit"),
+        "balcony": Column("trained exit, + 1 layer"),
         "alternate_last": Column("without odd layers, last first"),
         "alternate_first": Column("without odd layers, first first"),
         "runs": Column("without the best contiguous run"),

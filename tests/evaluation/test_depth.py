@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from regdrop_titan.adapters import Exits, exit_model
 from regdrop_titan.evaluation.depth import (
     alternate,
     entry,
@@ -16,6 +17,8 @@ from regdrop_titan.evaluation.depth import (
     residual_streams,
     runs,
     subset_losses,
+    trained_exit_entry,
+    trained_exit_losses,
     weight_bytes,
 )
 from regdrop_titan.evaluation.depth_plots import (
@@ -165,6 +168,31 @@ def test_costs_are_counted_from_the_parameters_that_stay(name):
     assert whole.weight_share == whole.flops_share == 1
     assert part.weight_share == part.weight_bytes / whole.weight_bytes < 1
     assert part.flops_share == part.flops / whole.flops < 1 and part.removed == (1, 2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trained_exits(name):
+    """Their losses are those of the decoders that they are, and their costs count the exit's own layer."""
+    model, data = model_of(name), samples(3)
+    trained = Exits(model.args, [1, 2])
+    trained.copy_from(model)
+    done = []
+    found = trained_exit_losses(model, trained.eval(), data, batch_size=2, progress=done.append)
+    assert set(found) == {1, 2} and sum(done) == 6
+    for k, losses in found.items():
+        exited = exit_model(model, trained, k)
+        with torch.no_grad():
+            logits = exited(torch.stack([sample["input"] for sample in data])).double()
+        labels = torch.stack([sample["labels"] for sample in data])
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        torch.testing.assert_close(losses, expected.view(3, 24).mean(1), rtol=1e-5, atol=0)
+        each = trained_exit_entry(model.args, 24, k, losses)
+        assert (each.layers, each.n_layers) == (tuple(range(k)), k)
+        assert each.weight_bytes == 2 * sum(p.numel() for p in exited.parameters())
+        assert each.weight_share == each.weight_bytes / weight_bytes(model.args, (0, 1, 2, 3))
+        # the kinds alternate: the last layer is of the other kind than the first one
+        same = forward_flops(model.args, (*range(k), 3), 24)
+        assert each.flops == same and each.flops_share == same / forward_flops(model.args, (0, 1, 2, 3), 24)
 
 
 def result_of(label: str, n_layers: int, losses) -> dict:

@@ -10,9 +10,21 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ...adapters.balcony import Exits, exits_record, load_exits
+from ...checkpoints import CheckpointError
 from ...data.loader import Sample
 from ...data.packed import DataError, PackedDataset
-from ..depth import Entry, Layers, entry, families, subset_losses, without
+from ...models import Decoder
+from ..depth import (
+    Entry,
+    Layers,
+    entry,
+    families,
+    subset_losses,
+    trained_exit_entry,
+    trained_exit_losses,
+    without,
+)
 from ..depth_plots import plot_alternate, plot_costs, plot_exits, plot_runs
 from ..results import describe, read_result, result_folder, write_result
 from ..subjects import InputError, Subject
@@ -38,6 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--skip-layers", type=int, nargs="+", action="append", metavar="N", help="all but these; repeatable"
     )
     parser.add_argument(
+        "--exits", nargs="+", metavar="DIR",
+        help="trained exits of the models, in their order; default: those in `exits` in a model's run, if they fit",
+    )  # fmt: skip
+    parser.add_argument(
         "--compare", type=Path, nargs="+", default=[], metavar="FILE", help="depth.json to plot as well"
     )
 
@@ -45,9 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def evaluate(subjects: Sequence[Subject], arguments: argparse.Namespace) -> None:
     samples, comparisons = check(subjects, arguments)
     results, folders = [], []
-    for subject in subjects:
+    for subject, exits in zip(subjects, arguments.exits or [None] * len(subjects), strict=True):
         folders.append(result_folder(subject, arguments.output, several=len(subjects) > 1))
-        results.append(evaluate_one(subject, arguments, samples, folders[-1]))
+        results.append(evaluate_one(subject, arguments, samples, folders[-1], exits))
     draw([*results, *comparisons], arguments.output or folders[0])
 
 
@@ -77,6 +93,13 @@ def check(subjects: Sequence[Subject], arguments: argparse.Namespace) -> tuple[l
     for file in arguments.compare:
         with noted(faults):
             comparisons.append(read_result(file, NAME))
+    if arguments.exits is not None and len(arguments.exits) != len(subjects):
+        faults.append(f"--exits: {len(arguments.exits)} for {len(subjects)} models")
+    for folder in arguments.exits or []:
+        try:
+            exits_record(folder)
+        except CheckpointError as error:
+            faults.append(f"--exits: {error}")
     labels = [subject.label for subject in subjects] + [result["label"] for result in comparisons]
     for label in sorted({label for label in labels if labels.count(label) > 1}):
         faults.append(f"--compare: several results are called {label!r}; name the models by --labels")
@@ -155,8 +178,24 @@ def listed_subsets(arguments: argparse.Namespace, subject: Subject) -> list[Laye
     return found
 
 
+def trained_exits(subject: Subject, model: Decoder, named: str | None) -> tuple[Path, Exits] | None:
+    """The exits that the user `named`, else those that lie in the model's run and were trained on these weights, and
+    where they are. Raises InputError for named ones that cannot be used."""
+    beside = None if subject.folder is None else subject.folder.parent / "exits"
+    if named is None and (beside is None or not beside.is_dir()):
+        return None
+    try:
+        exits = load_exits(named or beside, model)  # type: ignore[arg-type]
+        return exits_record(named or beside)[0], exits  # type: ignore[arg-type]
+    except CheckpointError as error:
+        if named is not None:
+            raise InputError(f"--exits: {error}") from None
+        print(f"{subject.label}: {error}; passed over")
+        return None
+
+
 def evaluate_one(
-    subject: Subject, arguments: argparse.Namespace, samples: Sequence[Sample], folder: Path
+    subject: Subject, arguments: argparse.Namespace, samples: Sequence[Sample], folder: Path, named_exits: str | None
 ) -> dict[str, Any]:
     """Write and print the result of one model; returns it."""
     args = subject.args
@@ -166,20 +205,32 @@ def evaluate_one(
     whole = tuple(range(args.n_layers))
     different = {whole, *(layers for family in subsets.values() for layers in family)}
     model = subject.load()
-    description = f"depth, {len(different)} subsets of {len(samples)} samples"
-    with tqdm(total=len(different) * len(samples), desc=description, unit="forward") as bar:
+    trained = None
+    if named_exits is not None or "exits" in arguments.analyses:
+        trained = trained_exits(subject, model, named_exits)
+    n_subsets = len(different) + (0 if trained is None else len(trained[1]))
+    description = f"depth, {n_subsets} subsets of {len(samples)} samples"
+    by_exit = {}
+    with tqdm(total=n_subsets * len(samples), desc=description, unit="forward") as bar:
         losses = subset_losses(model, samples, different, arguments.batch_size, bar.update)
+        if trained is not None:
+            by_exit = trained_exit_losses(model, trained[1], samples, arguments.batch_size, bar.update)
 
     def entry_of(layers: Layers) -> Entry:
         return entry(args, arguments.seq_len, layers, losses[layers])
 
     full = entry_of(whole)
     entries = {name: [entry_of(layers) for layers in family] for name, family in subsets.items()}
+    if trained is not None:
+        entries["balcony"] = [
+            trained_exit_entry(args, arguments.seq_len, k, of_samples) for k, of_samples in by_exit.items()
+        ]
     settings = {
         "data": str(arguments.data),
         "tokens_sha256": tokens_sha256(samples),
         "samples": len(samples),
         "seq_len": arguments.seq_len,
+        **({} if trained is None else {"exits": str(trained[0])}),
     }
     result = {
         **describe(NAME, subject, model, settings),
@@ -196,6 +247,7 @@ def print_table(subject: Subject, full: Entry, entries: dict[str, list[Entry]]) 
     """All entries but for runs, of which the best of each length stands."""
     rows = [("whole model", full)]
     rows += [(f"exit {each.n_layers}", each) for each in entries.get("exits", [])]
+    rows += [(f"trained exit {each.n_layers}", each) for each in entries.get("balcony", [])]
     for order in ("last", "first"):
         for each in entries.get(f"alternate_{order}", [])[1:]:
             rows.append((f"without odd layers, the {order} {len(each.removed)}", each))
