@@ -6,7 +6,7 @@ import torch
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer
 
-from .config import JobConfig, global_batch, model_args
+from .config import JobConfig, forward_tokens, global_batch, loss_pieces, model_args
 from .data.mixture import Source, parse_mixture
 from .data.packed import DataError, PackedDataset
 from .models import Decoder
@@ -52,7 +52,7 @@ def memory_bytes(config: JobConfig, world_size: int, n_parameters: int) -> dict[
     fp32 weights, gradients and two Adam moments, over the ranks that share them; activations at about 34 d + 5 S H
     bytes a token and layer without recomputation (Korthikanti et al. 2205.05198, attention fused: no S H term, and
     the width of the feed-forward layer's middle), for Mamba2 what the chunked scan keeps; 2 d with full recomputation;
-    logits and their gradient in fp32 and bf16.
+    logits and their gradient in fp32 and bf16; in pieces, one piece's, and the head's gradient in fp32 and bf16.
     """
     args, parallel, training = model_args(config), config.parallelism, config.training
     tp, pp = parallel.tensor_parallel_degree, parallel.pipeline_parallel_degree
@@ -75,11 +75,16 @@ def memory_bytes(config: JobConfig, world_size: int, n_parameters: int) -> dict[
     share = kept[config.activation_checkpoint.mode]
     layers = -(-args.n_layers // pp)
     boundary = width * tokens * args.dim / tp
+    pieces = loss_pieces(config, forward_tokens(config))
+    logits = tokens * args.vocab_size / tp * (2 * 4 + width)
+    if pieces > 1:
+        head = args.vocab_size * args.dim / tp
+        logits = forward_tokens(config) / pieces * args.vocab_size / tp * (2 * 4 + width) + head * (4 + width)
     return {
         "weights, gradients, optimizer": 16 * n_parameters / (shards * tp * pp),
         "gathered block": width * largest / tp,
         "activations": layers * (share * block + boundary) + (1 - share) * block,
-        "logits": tokens * args.vocab_size / tp * (2 * 4 + width),
+        "logits": logits,
     }
 
 

@@ -22,7 +22,7 @@ from torchtitan.tools.logging import logger
 
 from . import state_passing
 from .checkpoints.manager import CheckpointManager
-from .config import JobConfig
+from .config import JobConfig, forward_tokens, loss_pieces
 from .config.resume import data_identity, differences, previous_config, write_config
 from .data.loader import Batch, TrainingLoader, eos_id
 from .data.mixture import Mixture
@@ -49,14 +49,17 @@ class TokenLoss:
     TorchTitan 0.2.2 divides the loss outside of the pipeline schedule, after the gradients are made: under PP they
     are too large by the number of tokens, and under pure DDP too small by the number of replicas. Dividing where
     the loss is made is right for both. Validation, which shares this object, sees the sum.
+
+    A model that was given the labels has made the sum itself, in pieces (`training.loss_chunks`), and needs the
+    division only.
     """
 
     def __init__(self, cross_entropy: LossFunction) -> None:
         self.cross_entropy = cross_entropy
         self.denominator: torch.Tensor | float | None = None
 
-    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss = self.cross_entropy(logits, labels)
+    def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = output if output.ndim == 0 else self.cross_entropy(output, labels)
         return loss if self.denominator is None else loss / self.denominator
 
 
@@ -105,7 +108,7 @@ class Trainer(titan_train.Trainer):
             if job_config.validation.enable:
                 self.validator.maybe_enable_amp = self.maybe_enable_amp
         if job_config.validation.enable:
-            self.validator.stop_requested = self.stop_requested
+            self.validator.stop_requested, self.validator.loss_pieces = self.stop_requested, self.loss_pieces
         self.samples = self.dataloader.samples if isinstance(self.dataloader, TrainingLoader) else None
         self.model_args.eos_id = eos_id(self.dataloader, self.tokenizer)
         for part in self.model_parts:
@@ -127,6 +130,13 @@ class Trainer(titan_train.Trainer):
             write_config(Path(job_config.job.dump_folder), self.config_now)
         if set(self.model_args.layer_kinds) != {"mamba"}:
             logger.info(f"Attention: {engine(self.model_args, self.device.type)}")
+        self.pieces = self.loss_pieces(forward_tokens(job_config))
+        if self.pieces > 1:
+            compiled = job_config.compile.enable and "loss" in job_config.compile.components
+            logger.info(
+                f"Head and loss of a forward's tokens are made in {self.pieces} pieces (training.loss_chunks)"
+                + ("; they are not compiled" if compiled else "")
+            )
         if job_config.layer_dropout.p_max > 0:
             rates = job_config.layer_dropout.rates(job_config, self.model_args.n_layers, 0).tolist()
             logger.info("Layer dropout at the first step, by layer: " + " ".join(f"{rate:.3f}" for rate in rates))
@@ -163,6 +173,10 @@ class Trainer(titan_train.Trainer):
             "flops": planned_flops(self.job_config, self.sequences * self.job_config.training.seq_len),
             "versions": versions(),
         }
+
+    def loss_pieces(self, tokens: int) -> int:
+        """The pieces of a forward of `tokens` tokens that head and loss take; 1: whole, from logits."""
+        return loss_pieces(self.job_config, tokens)
 
     # Dropout ---------------------------------------------------------------------------------------------------
 
@@ -212,6 +226,8 @@ class Trainer(titan_train.Trainer):
         kwargs: dict[str, Any] = {"documents": document_ids(inputs, args.eos_id)} if args.document_mask else {}
         if args.eval_scale is not None:
             kwargs["scale"] = args.eval_scale  # in training too: layer dropout's scale is no matter of this
+        if self.pieces > 1:  # no logits, which are as large here as in training
+            kwargs |= {"labels": labels, "loss_pieces": self.pieces}
 
         def forward() -> None:
             if self.passed_states is not None:
@@ -411,6 +427,8 @@ class Trainer(titan_train.Trainer):
             extra_kwargs |= {"keep": self.keep[first : first + B], "scale": self.scale}
         if self.passed_states is not None:
             extra_kwargs["passed"] = self.passed_states.start()
+        if self.pieces > 1:
+            extra_kwargs |= {"labels": labels, "loss_pieces": self.pieces}
         return inputs, labels, extra_inputs, extra_kwargs
 
     def forward_backward_step(self, *, input_dict, labels, global_valid_tokens) -> torch.Tensor:

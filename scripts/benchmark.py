@@ -5,18 +5,20 @@
     torchrun --nproc_per_node=2 scripts/benchmark.py layer-dropout
     python scripts/benchmark.py mamba2 [--compile]
     python scripts/benchmark.py generation
+    python scripts/benchmark.py loss
     python scripts/benchmark.py data [--tokenizer DIR]
 
 Variants take turns, one step each a round, so that a drift of the machine's speed meets all of them alike; a ratio is
 the median over rounds of the pairwise ratios. A dense step is forward, loss, backward and a fused AdamW update; a
 layer-dropout or mamba2 step is forward and backward of a stack of blocks; a generation step reads prompts and writes
-greedy answers with a cache. The data benchmark sets preparation beside
-the bare tokenizer, and reads a packed set as training does.
+greedy answers with a cache; a loss step is forward and backward of head and loss. The data benchmark sets preparation
+beside the bare tokenizer, and reads a packed set as training does.
 """
 
 import argparse
 import itertools
 import json
+import multiprocessing
 import os
 import platform
 import resource
@@ -35,6 +37,7 @@ from torch.distributed.fsdp import fully_shard
 from tqdm import tqdm
 
 from regdrop_titan.checkpoints.huggingface import export_huggingface
+from regdrop_titan.config.sections import PIECE_OF_LOGITS
 from regdrop_titan.data.loader import TrainingLoader
 from regdrop_titan.data.mixture import Mixture
 from regdrop_titan.data.preparation import prepare
@@ -43,6 +46,7 @@ from regdrop_titan.data.tokenizers import HuggingFaceTokenizer, TiktokenTokenize
 from regdrop_titan.generation import generate
 from regdrop_titan.models import FAMILIES, build_model
 from regdrop_titan.models.cache import Cache, piece_length
+from regdrop_titan.models.head import Head
 from regdrop_titan.regularization import keep_mask
 from regdrop_titan.signals import interruptible
 
@@ -383,6 +387,78 @@ def data(arguments: argparse.Namespace) -> dict:
     return {"rows": rows, "tokens_per_second": rates, "loader": loaded}
 
 
+def loss_step(arguments: argparse.Namespace, pieces: int, tokens: int) -> Step:
+    """Forward and backward of head and loss; 1 piece: whole, by TorchTitan's loss. fp32, on CUDA bf16."""
+    from torchtitan.components.loss import cross_entropy_loss
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    head = Head(arguments.dim, arguments.vocab_size).to(device, dtype)
+    h = torch.randn(1, tokens, arguments.dim, device=device, dtype=dtype, requires_grad=True)
+    labels = torch.randint(0, arguments.vocab_size, (1, tokens), device=device)
+
+    def step() -> None:
+        loss = cross_entropy_loss(head(h), labels) if pieces == 1 else head(h, labels=labels, pieces=pieces)
+        (loss / tokens).backward()
+        h.grad = head.weight.grad = None
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return step
+
+
+def resident_bytes(name: str) -> int:
+    """Of this process, now (VmRSS) or at most (VmHWM; rusage's is the parent's where that had more)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def loss_peak(arguments: argparse.Namespace, pieces: int, result) -> None:
+    """Into `result` the bytes that a step adds at most to what is held before it: on the CPU the process's own peak,
+    so once a process."""
+    loss_step(arguments, pieces, 16)()  # the libraries' own buffers
+    step = loss_step(arguments, pieces, arguments.batch_size * arguments.seq_len)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        result.value = torch.cuda.max_memory_allocated() - before
+    else:
+        before = resident_bytes("VmRSS")
+        step()
+        result.value = resident_bytes("VmHWM") - before
+
+
+def loss(arguments: argparse.Namespace) -> dict:
+    """Head and loss whole and in pieces: time, and peak memory, each in a process of its own."""
+    tokens = arguments.batch_size * arguments.seq_len
+    by_size = max(1, -(-tokens * arguments.vocab_size // PIECE_OF_LOGITS))
+    pieces = {} if arguments.skip_whole else {"whole": 1}
+    pieces |= {f"{n or by_size} pieces": n or by_size for n in arguments.pieces}
+    spawn = multiprocessing.get_context("spawn")
+    rows: dict[str, dict] = {}
+    for name, n in pieces.items():
+        result = spawn.Value("q", 0)
+        process = spawn.Process(target=loss_peak, args=(arguments, n, result))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise SystemExit(f"{name}: its process ended with {process.exitcode}; too little memory? See --skip-whole")
+        rows[name] = {"peak_mib": result.value / 2**20}
+        print(f"{name}: at most {rows[name]['peak_mib']:,.0f} MiB", flush=True)
+    seconds = time_rounds(
+        {name: loss_step(arguments, n, tokens) for name, n in pieces.items()}, arguments.rounds, arguments.warmup
+    )
+    base = next(iter(pieces))
+    print(f"{'variant':<12}{'peak MiB':>10}{base + ' / it':>16}{'seconds':>9}   time to {base}'s [quartiles]")
+    for name, row in rows.items():
+        middle, low, high = ratio(seconds, name, base)
+        row |= {"seconds": statistics.median(seconds[name]), "ratio": middle, "quartiles": [low, high]}
+        figures = f"{row['peak_mib']:>10,.0f}{rows[base]['peak_mib'] / row['peak_mib']:>16.2f}{row['seconds']:>9.2f}"
+        print(f"{name:<12}{figures}   {middle:.3f} [{low:.3f}, {high:.3f}]")
+    return {"rows": rows, "seconds": seconds}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -400,7 +476,10 @@ def main() -> int:
         "mamba2": {"dim": 768, "layers": 1, "seq-len": 1024, "batch-size": 2, "rounds": 7, "warmup": 1},
         "generation": {"dim": 256, "layers": 4, "seq-len": 1024, "batch-size": 4, "rounds": 7, "warmup": 1},
     }
-    verbs = {"dense": dense, "layer-dropout": layer_dropout, "mamba2": mamba2, "generation": generation}
+    sizes["loss"] = {"dim": 768, "seq-len": 512, "batch-size": 8, "vocab-size": 128256, "rounds": 3, "warmup": 1}
+    verbs = {
+        "dense": dense, "layer-dropout": layer_dropout, "mamba2": mamba2, "generation": generation, "loss": loss
+    }  # fmt: skip
     for name, run in verbs.items():
         command = commands.add_parser(name, help=run.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         for option, default in sizes[name].items():
@@ -408,6 +487,9 @@ def main() -> int:
         if name == "generation":
             command.add_argument("--new-tokens", type=int, default=64, help="of each answer")
             command.add_argument("--family", choices=FAMILIES, default="nape_llama3", help=" ")
+        elif name == "loss":
+            command.add_argument("--pieces", type=int, nargs="+", default=[0], help="as training.loss_chunks")
+            command.add_argument("--skip-whole", action="store_true", help="where whole logits do not fit")
         else:
             command.add_argument("--compile", action="store_true", help="compile each block")
         command.add_argument("--output", type=Path, default=Path(f"outputs/benchmark_{name}.json"), help="result file")

@@ -117,6 +117,7 @@ done
 "$python" scripts/benchmark.py dense --layers 12 --seq-len 2048 --batch-size 8 --output "$out/dense_eager.json"
 "$python" scripts/benchmark.py dense --layers 12 --seq-len 2048 --batch-size 8 --compile --output "$out/dense_compiled.json"
 
+"$python" scripts/benchmark.py loss --seq-len 2048 --pieces 0 4 64 --output "$out/loss.json"
 "$python" scripts/benchmark.py layer-dropout --dim 1024 --layers 12 --seq-len 2048 --output "$out/layer_dropout_eager.json"
 "$python" scripts/benchmark.py layer-dropout --dim 1024 --layers 12 --seq-len 2048 --compile \
     --output "$out/layer_dropout_compiled.json"
@@ -131,9 +132,11 @@ summary = {}
 for run in ("debug", "400m_none", "400m_vpad", "mamba2_85m"):
     last = json.loads((out / run / "metrics.jsonl").read_text().splitlines()[-1])
     summary[run] = {key: last.get(key) for key in ("step", "loss", "tokens_per_second", "mfu", "memory_gib")}
-for name in ("dense_eager", "dense_compiled", "layer_dropout_eager", "layer_dropout_compiled", "mamba2_compiled"):
+for name in ("dense_eager", "dense_compiled", "layer_dropout_eager", "layer_dropout_compiled", "mamba2_compiled", "loss"):
     rows = json.loads((out / f"{name}.json").read_text())["rows"]
     summary[name] = {key: round(row["ratio"], 3) for key, row in rows.items()}
+rows = json.loads((out / "loss.json").read_text())["rows"]
+summary["loss_peak_mib"] = {key: round(row["peak_mib"]) for key, row in rows.items()}
 (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 print(json.dumps(summary, indent=2))
 PYTHON

@@ -1,6 +1,6 @@
 import pytest
 
-from regdrop_titan.config import load_config
+from regdrop_titan.config import forward_tokens, load_config, loss_pieces
 from regdrop_titan.plan import default_world_size, learning_rates, memory_bytes, plan
 
 ARGS = ["--model.flavor", "400M", "--training.global_batch_size", "256", "--training.steps", "76294",
@@ -54,7 +54,29 @@ def test_memory_falls_with_what_saves_memory():
     base = total("--activation_checkpoint.mode", "none")
     assert base["weights, gradients, optimizer"] == 16 * 423_531_264 / 8
     assert total("--activation_checkpoint.mode", "full")["activations"] < base["activations"] / 2
-    assert total("--training.local_batch_size", "1")["logits"] == base["logits"] / 8
+    whole = total("--training.loss_chunks", "1")["logits"]
+    assert whole == 8 * 2048 * 128256 * (2 * 4 + 2)
+    assert total("--training.loss_chunks", "1", "--training.local_batch_size", "1")["logits"] == whole / 8
+    assert base["logits"] == whole / 16 + 128256 * 768 * (4 + 2)  # in pieces, by size
+
+
+def test_pieces_of_the_loss():
+    """By size, at most 2^27 logits a rank are made at a time; a number is taken as it is."""
+
+    def pieces(*args):
+        config = load_config(list(args))
+        return loss_pieces(config, forward_tokens(config))
+
+    debug = ["--training.seq_len", "512", "--training.local_batch_size", "8"]
+    large = ["--architecture.vocab_size", str(2**17), "--training.seq_len", "512", "--training.local_batch_size"]
+    assert pieces(*debug) == 1
+    assert pieces(*debug, "--training.loss_chunks", "7") == 7
+    assert [pieces(*large, batch) for batch in ("2", "3", "8")] == [1, 2, 4]
+    assert pieces(*large, "8", "--training.loss_chunks", "1") == 1
+    assert pieces(*large, "8", "--parallelism.tensor_parallel_degree", "4") == 1
+    # a forward is of one micro-batch there
+    pipelined = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_microbatch_size"]
+    assert [pieces(*large, "8", *pipelined, n) for n in ("1", "4")] == [1, 2]
 
 
 def test_layer_dropout():

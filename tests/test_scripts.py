@@ -64,6 +64,15 @@ def test_generation_benchmark(tmp_path, script):
     assert len(result["seconds"]["ours"]) == 2
 
 
+def test_loss_benchmark(tmp_path):
+    out = tmp_path / "bench.json"
+    sizes = ["--dim", "128", "--vocab-size", "4096", "--seq-len", "512", "--rounds", "2", "--warmup", "0"]
+    done = python("scripts/benchmark.py", "loss", *sizes, "--pieces", "32", "--skip-whole", "--output", str(out))
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(out.read_text())["rows"].values()
+    assert 0 < row["peak_mib"] < 64 and row["ratio"] == 1  # whole logits alone have 64 MiB
+
+
 def test_data_benchmark(tmp_path, script):
     out = tmp_path / "bench.json"
     sizes = ["--megabytes", "0.3", "--vocab-size", "300", "--samples", "16", "--rounds", "2"]

@@ -45,6 +45,7 @@ def base_config(checkpoint: Path, args: DecoderArgs) -> JobConfig:
     training = config.training
     training.steps, training.dtype = STEPS, "float32"
     training.state_passing = training.enable_cpu_offload = False
+    training.loss_chunks = 0
     config.validation.context_multiples, config.metrics.log_moments = [], 0
     config.optimizer.lr, config.optimizer.weight_decay = 5e-4, 0.0
     config.lr_scheduler.decay_type, config.lr_scheduler.min_lr_factor = "cosine", 0.0
@@ -80,6 +81,7 @@ def unusable(config: JobConfig) -> list[str]:
         (config.training.dtype != "float32", "training.dtype", "must be float32: another would change the backbone"),
         (config.training.enable_cpu_offload, "training.enable_cpu_offload", "not for exits"),
         (config.training.state_passing, "training.state_passing", "not for exits"),
+        (config.training.loss_chunks > 0, "training.loss_chunks", "not for exits, whose loss has its own"),
         (bool(config.validation.context_multiples), "validation.context_multiples",
          "not for exits, whose validation loss is the KL"),
         (config.metrics.log_moments > 0, "metrics.log_moments", "not for exits"),

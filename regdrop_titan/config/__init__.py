@@ -6,6 +6,16 @@ starts a process group or reads data, unless `inputs=True` asks for the data pat
 """
 
 from .reading import ConfigError, key_fault, load_config
-from .sections import Architecture, JobConfig, global_batch, model_args
+from .sections import Architecture, JobConfig, forward_tokens, global_batch, loss_pieces, model_args
 
-__all__ = ["Architecture", "ConfigError", "JobConfig", "global_batch", "key_fault", "load_config", "model_args"]
+__all__ = [
+    "Architecture",
+    "ConfigError",
+    "JobConfig",
+    "forward_tokens",
+    "global_batch",
+    "key_fault",
+    "load_config",
+    "loss_pieces",
+    "model_args",
+]

@@ -17,7 +17,7 @@ from ..data.mixture import parse_mixture
 from ..data.packed import DataError
 from ..models.args import FAMILIES, DecoderArgs
 from ..platform import has_accelerator
-from .sections import JobConfig, model_args
+from .sections import JobConfig, forward_tokens, model_args
 
 
 def validate(config: JobConfig, world_size: int | None = None) -> list[str]:
@@ -114,6 +114,7 @@ def _range_faults(config: JobConfig) -> list[str]:
         "checkpoint.keep_latest_k",
         "checkpoint.keep_every",
         "training.seed",
+        "training.loss_chunks",
         "metrics.log_moments",
     ]
     at_least_zero += ["parametrization.base_batch_tokens", "parametrization.base_timescale"]
@@ -155,6 +156,11 @@ def _range_faults(config: JobConfig) -> list[str]:
             parse_mixture(config.training.dataset_path)
         except DataError as error:
             faults.append(f"training.dataset_path: {error}")
+    tokens = forward_tokens(config)
+    if config.training.loss_chunks > tokens >= 1:
+        faults.append(
+            f"training.loss_chunks = {config.training.loss_chunks}: must be at most the {tokens} tokens of a forward"
+        )
     multiples = config.validation.context_multiples
     if any(multiple < 1 for multiple in multiples) or len(set(multiples)) < len(multiples):
         faults.append(f"validation.context_multiples = {multiples}: must be different integers of at least 1")

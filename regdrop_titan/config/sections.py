@@ -11,6 +11,8 @@ from ..regularization.layer_dropout import keep_mask, layer_rates, time_factor
 
 # TorchTitan inspects these classes' annotations: no `from __future__ import annotations` here.
 
+PIECE_OF_LOGITS = 2**27  # elements on a rank, beyond which training.loss_chunks = 0 makes more pieces
+
 
 @dataclass
 class Model(titan.Model):
@@ -266,6 +268,11 @@ class Training(titan.Training):
     """When a loss or the gradient norm is not finite on any rank: end the run, or leave that step's update out on all
     of them. Neither reaches the weights."""
 
+    loss_chunks: int = 0
+    """Pieces of a forward's tokens, at least 1, that head and loss take one after another, in training and validation:
+    no more than one piece's logits are held. 1: whole, by TorchTitan's loss. 0: 1 up to 2^27 logits a rank (512 MiB in
+    fp32), above that as many as keep to them. At most the tokens of a forward."""
+
     state_passing: bool = False
     """Start each micro-batch's Mamba2 states from those that the one before left, without gradient (docs/mamba2.md)."""
 
@@ -336,3 +343,18 @@ def global_batch(config: JobConfig, dp_degree: int) -> int:
     """Sequences of an optimizer step on `dp_degree` data-parallel ranks."""
     training = config.training
     return training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * dp_degree
+
+
+def forward_tokens(config: JobConfig) -> int:
+    """Tokens that one forward of a rank takes: a micro-batch, under pipeline parallel the pipeline's."""
+    training, parallel = config.training, config.parallelism
+    pipelined = parallel.pipeline_parallel_degree > 1
+    return training.seq_len * (parallel.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size)
+
+
+def loss_pieces(config: JobConfig, tokens: int) -> int:
+    """The pieces of a forward of `tokens` tokens that head and loss take; 1: whole, from logits."""
+    if config.training.loss_chunks:
+        return config.training.loss_chunks
+    logits = tokens * model_args(config).vocab_size // config.parallelism.tensor_parallel_degree
+    return max(1, -(-logits // PIECE_OF_LOGITS))

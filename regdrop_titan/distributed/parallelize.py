@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -97,6 +97,16 @@ def sublayer_plan(name: str, residual: Residual) -> dict:
     }
 
 
+class VocabularyParallel(ColwiseParallel):
+    """The head's: its vocabulary is sharded, and a loss in place of logits is every rank's already."""
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
+        if not isinstance(outputs, DTensor):
+            return outputs
+        return ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+
+
 class Replicated(ParallelStyle):
     """A linear layer whose weight every rank holds whole, on replicated DTensors."""
 
@@ -156,7 +166,7 @@ def apply_tensor_parallel(model: Decoder, tp_mesh: DeviceMesh, loss_parallel: bo
         {
             "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
             "norm": SequenceParallel(),
-            "output": ColwiseParallel(
+            "output": VocabularyParallel(
                 input_layouts=Shard(1),
                 output_layouts=Shard(-1) if loss_parallel else Replicate(),
                 use_local_output=not loss_parallel,

@@ -5,6 +5,7 @@ TorchTitan 0.2.2 averages batch means and reads on in its stream, so its rounds 
 
 from collections.abc import Callable, Iterable
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloade
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
+from ..config import forward_tokens
 from ..data.copying import CopyingDataset
 from ..data.loader import Batch, Sample, ValidationLoader
 from ..data.packed import PackedDataset, PackedTokens
@@ -74,6 +76,7 @@ class Validator(BaseValidator):
         self.pp_schedule = pp_schedule
         self.pp_has_first_stage, self.pp_has_last_stage = pp_has_first_stage, pp_has_last_stage
         self.stop_requested: Callable[[], bool] = lambda: False  # the same on all ranks
+        self.loss_pieces: Callable[[int], int] = lambda tokens: 1  # of a forward of so many tokens; 1: logits
         validation = job_config.validation
         self.loader: ValidationLoader | None = None
         most = validation.steps * validation.local_batch_size * dp_world_size  # -1 steps: all of a set
@@ -163,13 +166,21 @@ class Validator(BaseValidator):
     def batch_loss(self, model_parts: list[nn.Module], inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The summed loss of one local batch; on a pipeline stage without the head, 0."""
         args: DecoderArgs = model_parts[0].args  # type: ignore[assignment]
-        kwargs = {"documents": document_ids(inputs, args.eos_id)} if args.document_mask else {}
-        if self.parallel_dims.pp_enabled:
+        kwargs: dict[str, Any] = {"documents": document_ids(inputs, args.eos_id)} if args.document_mask else {}
+        pipelined = self.parallel_dims.pp_enabled
+        pieces = self.loss_pieces(forward_tokens(self.job_config) if pipelined else inputs.numel())
+        if pieces > 1:
+            kwargs |= {"labels": labels, "loss_pieces": pieces}
+        if pipelined:
             losses: list[torch.Tensor] | None = [] if self.pp_has_last_stage else None
             targets = labels if self.pp_has_last_stage else None
             with self.validation_context():
                 self.pp_schedule.eval(
-                    *((inputs,) if self.pp_has_first_stage else ()), **kwargs, target=targets, losses=losses
+                    *((inputs,) if self.pp_has_first_stage else ()),
+                    **kwargs,
+                    target=targets,
+                    losses=losses,
+                    return_outputs=False,
                 )
             return torch.stack(losses).sum() if losses else torch.zeros((), device=device_type)
         with self.validation_context(), self.maybe_enable_amp:

@@ -10,6 +10,7 @@ from ..regularization.layer_dropout import Kept, kept_rows
 from .args import DecoderArgs
 from .block import SUBLAYERS, Block, Context
 from .cache import Cache
+from .head import Head
 from .initialization import initialize
 from .mamba2 import Passed
 from .norm import build_norm
@@ -32,7 +33,7 @@ class Decoder(ModelProtocol):
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleDict({str(i): Block(args, kind) for i, kind in enumerate(args.layer_kinds)})
         self.norm = build_norm(args)
-        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        self.output = Head(args.dim, args.vocab_size)
         self.tie_embeddings()
 
     def tie_embeddings(self) -> None:
@@ -87,8 +88,10 @@ class Decoder(ModelProtocol):
         cache: Cache | None = None,
         counts: Sequence[int] | None = None,
         at: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss_pieces: int = 1,
     ) -> Tensor:
-        """Logits of every position.
+        """Logits of every position, or the loss.
 
         Args:
             tokens: (B, S) int64; on later pipeline stages the activations (B, S, d) of the stage before.
@@ -104,10 +107,12 @@ class Decoder(ModelProtocol):
             counts: with a cache, how many of each row's tokens are real, the others being padding on its right; what is
                 returned for those means nothing. None: all.
             at: (B, n) int64, the positions in `tokens` whose logits are wanted. None: all.
+            labels: (B, S) int64, with `at` (B, n): the loss is wanted in place of logits. IGNORE_INDEX counts nothing.
+            loss_pieces: of the tokens, at least 1, one after another, that the head and the loss take.
 
         Returns:
-            (B, S, vocab_size), with `at` (B, n, vocab_size); activations (B, S, d) on a pipeline stage without the
-            head.
+            (B, S, vocab_size), with `at` (B, n, vocab_size); with `labels` the cross-entropy summed over them, a
+            scalar; activations (B, S, d) on a pipeline stage without the head.
 
         Raises:
             ValueError: `keep` of another shape, dtype or device, `scale` of another length, an unknown layer, or more
@@ -128,7 +133,7 @@ class Decoder(ModelProtocol):
             cache.states |= passed.final
         if at is not None:
             h = h.gather(1, at[..., None].expand(-1, -1, h.shape[2]))
-        return self.head(h)
+        return self.head(h, labels, loss_pieces)
 
     def has(self, part: Part) -> bool:
         """Whether this stage has the layer, or a layer with that sublayer. A Mamba2 layer has none beside itself."""
@@ -178,14 +183,16 @@ class Decoder(ModelProtocol):
 
         return h, through
 
-    def head(self, h: Tensor) -> Tensor:
-        """Logits (B, S, vocab_size) of the residual stream `h` (B, S, d) after any layer: final norm and head. On a
-        pipeline stage without them, `h`."""
+    def head(self, h: Tensor, labels: Tensor | None = None, loss_pieces: int = 1) -> Tensor:
+        """Logits (B, S, vocab_size) of the residual stream `h` (B, S, d) after any layer: final norm and head; or the
+        loss, as `forward` says. On a pipeline stage without them, `h`."""
         h = self.norm(h) if self.norm is not None else h
         if self.output is None:
             return h
         m_d = self.args.width_multiplier  # the logits are divided by it, here before they are many
-        return self.output(h if m_d == 1.0 else h / m_d)
+        h = h if m_d == 1.0 else h / m_d
+        # tensor parallel's hooks take the first argument for all that there is, and leave keywords alone
+        return self.output(h) if labels is None else self.output(h, labels=labels, pieces=loss_pieces)
 
     def kept(self, h: Tensor, keep, scale: Sequence[float] | None) -> list[tuple[Kept, ...]]:
         """For every layer, what its block keeps of `h` (B, S, d) and by what its update is multiplied."""

@@ -234,9 +234,10 @@ def test_wrong_arguments(folder, two, script, capfd, monkeypatch):
         ),
         (
             ["--checkpoint", run, "--parallelism.tensor_parallel_degree", "2", "--architecture.dim", "64",
-             "--compile.enable", "--job.config_file", "F.toml"],
+             "--compile.enable", "--training.loss_chunks", "4", "--job.config_file", "F.toml"],
             ["parallelism.tensor_parallel_degree: not for exits", "--architecture.dim: is the checkpoint's",
-             "compile.enable: not for exits", "--job.config_file: the settings are those of the run's"],
+             "compile.enable: not for exits", "training.loss_chunks: not for exits",
+             "--job.config_file: the settings are those of the run's"],
         ),
         (
             ["--checkpoint", run, "--exits", "2", "--job.dump_folder", str(folder / "2/nape")],

@@ -1,11 +1,12 @@
 """Runs training cases one after another in one set of ranks, for `harness.run_cases`.
 
 A case is `{"args": [...]}` and, each if wanted, "check_init": true, "masks": file, "batches": file,
-"other_masks": true, "same_masks": true, "unrehearsed": true, "nonfinite": [what, rank, steps], "omitted": steps. Its
-results lie in its dump folder. With "masks" each rank appends the hash of every dropout mask it draws to `file.RANK`,
-with "batches" every micro-batch. "same_masks" replaces the dropout masks by one that is the same in every layout.
-"nonfinite" makes a loss or gradient infinite or NaN, and an error that ends the run is written to `error.RANK`;
-"omitted" leaves out the optimizer's update of these steps.
+"other_masks": true, "same_masks": true, "unrehearsed": true, "no_logits": true, "nonfinite": [what, rank, steps],
+"omitted": steps. Its results lie in its dump folder. With "masks" each rank appends the hash of every dropout mask it
+draws to `file.RANK`, with "batches" every micro-batch. "same_masks" replaces the dropout masks by one that is the same
+in every layout. "nonfinite" makes a loss or gradient infinite or NaN, and an error that ends the run is written to
+`error.RANK`; "omitted" leaves out the optimizer's update of these steps; "no_logits" fails where a loss is made from
+logits.
 """
 
 import hashlib
@@ -122,6 +123,8 @@ def run(rank: int, cases: list[dict]) -> int:
             sys.modules["regdrop_titan.config.sections"].keep_mask = lambda *a, **k: ~layer_dropout.keep_mask(*a, **k)
         if case.get("unrehearsed"):
             trainer.rehearse = lambda: None
+        if case.get("no_logits"):
+            trainer.loss_fn.cross_entropy = None
         if case.get("nonfinite"):
             inject_nonfinite(trainer, *case["nonfinite"])
         if case.get("omitted"):
