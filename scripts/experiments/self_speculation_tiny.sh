@@ -25,7 +25,7 @@ python scripts/sweep.py sweeps/self_speculation_tiny.toml --run local --jobs "$j
 for run in dense ild; do
     for method in tpe nsga2 hill annealing; do
         python scripts/search_draft.py --checkpoint "$folder/$run/checkpoint" --data data/stdlib_bytes/validation \
-            --method "$method" --trials 60 --prompts 4 --draft-length 8 --draft-exit 0.5 --final-rounds 2
+            --method "$method" --trials 60 --prompts 4 --draft-length 8 --draft-exit 0.3 --final-rounds 2
     done
 done
 python scripts/experiments/self_speculation_table.py --folder "$folder"
