@@ -39,7 +39,7 @@ def plainly(model, prompt, n, layers=None):
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_equals_full_forwards(name):
-    """Of every family and position kind; plainly, and with drafts, mostly refused: token for token, Mamba2's states taken
+    """Of every family and position kind; plainly, and with drafts, mostly refused: token for token, states taken
     back (report S9). Rows of 1 to 26 tokens do not touch each other (M8)."""
     model, tokens = model_and_tokens(name, 4, 30)
     expected = [plainly(model, prompt, 9) for prompt in prompts_of(tokens)]
