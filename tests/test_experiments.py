@@ -6,7 +6,11 @@ import subprocess
 
 import pytest
 
+from regdrop_titan.generation.drafts import Draft, write_draft
+
 from .distributed.harness import ROOT
+from .evaluation.tiny_runs import TEXT
+from .evaluation.tiny_runs import write_run as write_model_run
 
 CONTEXT = 4
 
@@ -51,7 +55,45 @@ def test_length_overfit_without_runs(tmp_path, script, capsys):
     assert "error: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["layer_dropout_tiny", "length_overfit_tiny"])
+def test_self_speculation_table(tmp_path, script, capsys):
+    """Every draft is timed on prompts that no search has seen: all layers are always right, c is their cost."""
+    texts = [{"text": line} for line in TEXT]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    settings = {"data": str(tmp_path / "texts.jsonl"), "text_key": "text", "prompts": 2, "prompt_tokens": 4}
+    for run in ("dense", "ild"):
+        write_model_run(tmp_path / run)
+        for method, parts in (
+            ("tpe", (0, 1, 2)),
+            ("nsga2", (0,)),
+            ("hill", (0, (1, "attention"))),
+            ("annealing", (2,)),
+        ):
+            folder = tmp_path / run / "drafts" / method
+            folder.mkdir(parents=True)
+            write_draft(folder / "draft.json", Draft(parts, 3), {})
+            found = {"settings": settings, "trials": [{}] * 7, "best": {"score": 1.25}}
+            (folder / "search.json").write_text(json.dumps(found))
+    small = ["--folder", str(tmp_path), "--prompts", "2", "--new-tokens", "9", "--rounds", "2"]
+    assert script("experiments/self_speculation_table", *small) == 0
+    out = capsys.readouterr().out
+    assert (tmp_path / "self_speculation.md").read_text() in out and "| 0 1a (2) |" in out
+    assert (tmp_path / "self_speculation.png").read_bytes().startswith(b"\x89PNG")
+    rows = json.loads((tmp_path / "self_speculation.json").read_text())["rows"]
+    assert [(row["run"], row["method"]) for row in rows[3:5]] == [("dense", "annealing"), ("ild", "tpe")]
+    for row in rows:
+        assert row["same_tokens"] and row["trials"] == 7 and row["score"] == 1.25 and len(row["by_prompt"]) == 2
+        low, high = row["speed_up_quartiles"]
+        assert 0 < low <= row["speed_up"] <= high
+    assert rows[0]["alpha"] == rows[0]["accepted_share"] == 1.0 and rows[0]["layers"] == ["0", "1", "2"]
+    assert rows[1]["tokens_a_pass"] <= rows[0]["tokens_a_pass"] == 3.0
+    (tmp_path / "ild/drafts/hill/search.json").unlink()
+    assert script("experiments/self_speculation_table", *small, "--rounds", "1") == 2
+    assert "--rounds 1: must be at least 2" in capsys.readouterr().err
+    assert script("experiments/self_speculation_table", *small) == 2
+    assert "ild/drafts/hill: has no search.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["layer_dropout_tiny", "length_overfit_tiny", "self_speculation_tiny"])
 def test_arguments(name):
     """Help, and wrong ones, before anything is installed or run."""
 

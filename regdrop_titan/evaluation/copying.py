@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..data.copying import copy_example, source
+from ..generation import generate
+from ..models import Decoder
 
 
 @dataclass
@@ -34,7 +36,7 @@ def evaluate_copying(
     *,
     seed: int = 0,
     batch_size: int = 50,
-    free_running: bool = False,
+    write: Callable[[Tensor, int], Tensor] | None = None,
     progress: Callable[[int], object] = lambda done: None,
 ) -> CopyingScore:
     """The scores of `model` (in evaluation mode, on its device): tokens (B, S) to logits (B, S, vocab).
@@ -43,8 +45,9 @@ def evaluate_copying(
     another key than training's and validation's.
 
     Args:
-        free_running: the model reads its own answer, by `length + 1` full forwards; otherwise the right one, by one.
-            EMA is the same in both: an answer is wholly right only if every token before was.
+        write: what writes n tokens behind each question (B, n + 2), as the model reads its own answer: (B, n). None: it
+            reads the right answer, by one forward. EMA is the same in both: an answer is wholly right only if every
+            token before was.
         progress: called after each batch with the number of its samples.
 
     Raises:
@@ -59,7 +62,7 @@ def evaluate_copying(
         sources = torch.stack([source("evaluation", seed, i, length) for i in indices])
         tokens = copy_example(sources).to(device)  # (B, 2n + 3)
         question, answer = tokens.split([length + 2, length + 1], dim=1)
-        given = greedy_answer(model, question, length + 1) if free_running else forced_answer(model, tokens, length)
+        given = forced_answer(model, tokens, length) if write is None else write(question, length + 1)
         right.append((given == answer).cpu())
         progress(len(indices))
     per_token = torch.cat(right)  # (n_samples, n + 1) bool
@@ -75,12 +78,10 @@ def forced_answer(model: nn.Module, tokens: Tensor, length: int) -> Tensor:
     return model(tokens[:, :-1])[:, length + 1 :].argmax(-1)
 
 
-def greedy_answer(model: nn.Module, question: Tensor, n_tokens: int) -> Tensor:
-    """What the model writes after `question` (B, n + 2), greedily: (B, n_tokens)."""
-    written = question
-    for _ in range(n_tokens):
-        written = torch.cat([written, model(written)[:, -1:].argmax(-1)], dim=1)
-    return written[:, question.shape[1] :]
+def greedy_answer(model: Decoder, question: Tensor, n_tokens: int) -> Tensor:
+    """What the model writes behind `question` (B, n + 2), greedily: (B, n_tokens)."""
+    answers, _ = generate(model, list(question), n_tokens)
+    return torch.stack(answers).to(question.device)
 
 
 def mean_and_error(values: Tensor) -> tuple[float, float]:

@@ -8,24 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-jobs=2
-while (($#)); do
-    case "$1" in
-        --jobs)
-            [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || { echo "error: --jobs needs a number of at least 1" >&2; exit 2; }
-            jobs="$2"
-            shift 2
-            ;;
-        -h | --help)
-            sed -n '2,7s/^# //p' "$0"
-            exit 0
-            ;;
-        *)
-            echo "error: unknown argument $1 (see --help)" >&2
-            exit 2
-            ;;
-    esac
-done
+. scripts/experiments/jobs.sh
 . scripts/venv.sh
 
 # by -c: from standard input the processes that tokenize would look for a file

@@ -1,11 +1,14 @@
 """Copying scores of models whose mistakes are known."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from regdrop_titan.data.copying import END, SEPARATOR, VOCAB_SIZE, source
-from regdrop_titan.evaluation.copying import CopyingScore, evaluate_copying, plot_copying
+from regdrop_titan.evaluation.copying import CopyingScore, evaluate_copying, greedy_answer, plot_copying
+from regdrop_titan.models import build_model
 
 A, Z = 0, 25
 
@@ -40,11 +43,18 @@ class Copier(nn.Module):
                 logits[row, i, self.mistake if off or self.wrong(position, token) else token] = 1
         return logits
 
+    def write(self, question, n_tokens):
+        """Greedily, by full forwards."""
+        written = question
+        for _ in range(n_tokens):
+            written = torch.cat([written, self(written)[:, -1:].argmax(-1)], dim=1)
+        return written[:, question.shape[1] :]
+
 
 @pytest.mark.parametrize("free_running", [False, True])
 def test_a_perfect_copier(free_running):
     model = Copier()
-    score = evaluate_copying(model, 12, 5, batch_size=2, free_running=free_running)
+    score = evaluate_copying(model, 12, 5, batch_size=2, write=model.write if free_running else None)
     assert score == CopyingScore(length=12, ema=1, ema_error=0, cla=1, cla_error=0, n_samples=5)
     assert model.forwards == 3 * (13 if free_running else 1)
 
@@ -53,7 +63,7 @@ def test_a_perfect_copier(free_running):
 def test_a_letter_it_cannot_copy(free_running):
     """Every "a" becomes "z": both scores and their errors counted from the sources."""
     model = Copier(lambda position, token: token == A)
-    score = evaluate_copying(model, 30, 200, free_running=free_running)
+    score = evaluate_copying(model, 30, 200, write=model.write if free_running else None)
     assert len(model.sources) == 200 and {len(s) for s in model.sources} == {30}
     ema = sum(A not in s for s in model.sources) / 200
     shares = [1 - s.count(A) / 30 for s in model.sources]
@@ -80,7 +90,8 @@ def test_free_running_reads_its_own_answer():
     options = {"wrong": lambda position, token: position == 3 and token < 13, "mistake": SEPARATOR, "derailed": True}
     forced_model = Copier(**options)
     forced = evaluate_copying(forced_model, 10, 40)
-    free = evaluate_copying(Copier(**options), 10, 40, free_running=True)
+    free_model = Copier(**options)
+    free = evaluate_copying(free_model, 10, 40, write=free_model.write)
     errs = sum(s[3] < 13 for s in forced_model.sources) / 40
     assert 0.2 < errs < 0.8
     assert forced.cla == pytest.approx(1 - errs / 10) and free.cla == pytest.approx(1 - errs * 7 / 10)
@@ -91,13 +102,38 @@ def test_free_running_reads_its_own_answer():
 def test_batch_size_changes_nothing(free_running):
     def run(batch_size):
         model, done = Copier(lambda position, token: token == A), []
-        score = evaluate_copying(model, 20, 7, batch_size=batch_size, free_running=free_running, progress=done.append)
+        score = evaluate_copying(
+            model, 20, 7, batch_size=batch_size, write=model.write if free_running else None, progress=done.append
+        )
         return score, model.sources, done
 
     (one, sources, done), (three, *_), (all_at_once, same_sources, at_once) = run(1), run(3), run(50)
     assert one == three == all_at_once and 0 < one.ema < 1
     assert sources == same_sources
     assert done == [1] * 7 and at_once == [7]
+
+
+@pytest.mark.parametrize("layers", ["attention", "mamba"])
+def test_what_a_decoder_writes(layers):
+    """With its cache, as by full forwards."""
+    options = {
+        "layers": layers,
+        "dim": 32,
+        "n_layers": 2,
+        "vocab_size": VOCAB_SIZE,
+        "ssm_head_dim": 16,
+        "state_size": 8,
+    }
+    heads = {"n_heads": 4, "n_kv_heads": 4, "ffn_dim": 48, "document_mask": True, "eos_id": END}
+    model = build_model("mamba2", "debug", **options, **heads).eval()
+    scores = [
+        evaluate_copying(model, 9, 12, batch_size=5, write=write)
+        for write in (partial(greedy_answer, model), partial(Copier.write, model))
+    ]
+    assert scores[0] == scores[1]
+    question = torch.randint(0, VOCAB_SIZE, (3, 8), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(greedy_answer(model, question, 7), Copier.write(model, question, 7))
 
 
 def test_samples_are_fixed_and_not_those_of_training():

@@ -39,8 +39,8 @@ def plainly(model, prompt, n, layers=None):
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_equals_full_forwards(name):
-    """Of every family and position kind; plainly, and with a draft of one layer: token for token. Rows of 1 to 26
-    tokens do not touch each other."""
+    """Of every family and position kind; plainly, and with drafts, mostly refused: token for token, states taken
+    back (report S9). Rows of 1 to 26 tokens do not touch each other (M8)."""
     model, tokens = model_and_tokens(name, 4, 30)
     expected = [plainly(model, prompt, 9) for prompt in prompts_of(tokens)]
     drafts: list[dict] = [{"draft_layers": [0], "draft_length": 3}, {"draft_layers": [1, 0], "draft_length": 9}]
@@ -58,8 +58,14 @@ def test_greedy_equals_full_forwards(name):
 
 @torch.no_grad()
 def test_parts_of_the_model_write():
+    """Exits at 0 and L too (report S8)."""
     model, tokens = model_and_tokens("nape", 4, 30)
-    for options, layers in (({"exit_layer": 2}, [0, 1]), ({"skip_layers": [1]}, [0, 2]), ({"exit_layer": 0}, [])):
+    for options, layers in (
+        ({"exit_layer": 2}, [0, 1]),
+        ({"exit_layer": 3}, None),
+        ({"skip_layers": [1]}, [0, 2]),
+        ({"exit_layer": 0}, []),
+    ):
         answers, _ = generate(model, prompts_of(tokens), 5, **options)
         for answer, prompt in zip(answers, prompts_of(tokens), strict=True):
             assert torch.equal(answer, plainly(model, prompt, 5, layers))
@@ -376,6 +382,7 @@ def test_ends_and_reports():
             {"exit_layer": 4, "skip_layers": [5]},
             ["exit_layer 4: must be in 0 ... 3", "skip_layers 5"],
         ),
+        ([torch.tensor([1])], {"exit_layer": -1}, ["exit_layer -1: must be in 0 ... 3"]),
     ],
 )
 def test_bad_input(prompts, options, messages):

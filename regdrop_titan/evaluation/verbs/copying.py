@@ -3,10 +3,11 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 
 from tqdm import tqdm
 
-from ..copying import evaluate_copying, plot_copying
+from ..copying import evaluate_copying, greedy_answer, plot_copying
 from ..results import describe, result_folder, write_result
 from ..subjects import InputError, Subject
 from . import check_positive
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=1000, help="examples of each length")
     parser.add_argument(
         "--free-running", action="store_true",
-        help="the model reads its own answer, not the right one; length + 1 forwards a batch instead of one",
+        help="the model reads its own answer, not the right one",
     )  # fmt: skip
     parser.add_argument("--batch-size", type=int, default=50, help="examples a forward")
     parser.add_argument("--seed", type=int, default=0, help="of the examples")
@@ -52,7 +53,7 @@ def evaluate_one(subject: Subject, arguments: argparse.Namespace, several: bool)
         scores = [
             evaluate_copying(
                 model, length, arguments.samples, seed=arguments.seed, batch_size=arguments.batch_size,
-                free_running=arguments.free_running, progress=bar.update,
+                write=partial(greedy_answer, model) if arguments.free_running else None, progress=bar.update,
             )
             for length in lengths
         ]  # fmt: skip
