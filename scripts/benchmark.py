@@ -283,7 +283,8 @@ def attention(arguments: argparse.Namespace) -> dict:
     print(f"{'layer':<14}{'ms a step':>11}   ratio [quartiles] to")
     for name in steps:
         median = statistics.median(seconds[name])
-        for base in ("causal", name.replace("cut", "whole")):
+        uncut = name.replace("cut", "whole")
+        for base in ["causal"] + [uncut] * (uncut != name):
             middle, low, high = ratio(seconds, name, base)
             rows[f"{name} / {base}"] = {"seconds": median, "ratio": middle, "quartiles": [low, high]}
             print(f"{name:<14}{1000 * median:>11.1f}   {middle:.3f} [{low:.3f}, {high:.3f}] {base}")
