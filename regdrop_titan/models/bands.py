@@ -41,8 +41,7 @@ class Band:
 
 
 @functools.lru_cache(maxsize=8)
-def _shared_bias(slopes: tuple[float, ...] | None, window: Window, lead: int, device: torch.device) -> Tensor:
-    b = block_length(lead)
+def _shared_bias(slopes: tuple[float, ...] | None, window: Window, lead: int, b: int, device: torch.device) -> Tensor:
     queries, keys = torch.arange(b, device=device), torch.arange(-lead, b, device=device)
     return biased(slopes, window, queries[:, None] - keys)[None, None]  # (1, 1, H, b, K)
 
@@ -52,11 +51,11 @@ def band(
 ) -> Band:
     """The band of heads that see `window`, `most` keys at the most; documents (B, S) hides other documents' keys."""
     lead = most - 1
-    bias = _shared_bias(slopes, window, lead, device)
+    b = block_length(lead)
+    bias = _shared_bias(slopes, window, lead, b, device)
     if documents is not None:
-        b, S = block_length(lead), documents.shape[1]
         # what is not of the sequence is one document more, so that the queries behind its end have a key to see
-        padded = F.pad(documents, (lead, -S % b), value=-1)
+        padded = F.pad(documents, (lead, -documents.shape[1] % b), value=-1)
         own = padded[:, lead:].unflatten(1, (-1, b))  # (B, n, b)
         other = own[..., None] != padded.unfold(1, lead + b, b)[:, :, None, :]  # (B, n, b, K)
         bias = bias.masked_fill(other[:, :, None], -torch.inf)

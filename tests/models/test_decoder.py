@@ -9,7 +9,6 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from regdrop_titan.models import Decoder, build_model, flavor_args
 from regdrop_titan.models.attention import AttentionContext, flex_attention_with_slopes, sdpa_attention
-from regdrop_titan.models.bands import _shared_bias
 from regdrop_titan.models.positions import (
     attention_bias,
     causal_block_mask,
@@ -130,7 +129,6 @@ def test_heads_in_bands_equal_the_oracle(case, monkeypatch):
     found = []
     for block in (2, 128):
         monkeypatch.setattr("regdrop_titan.models.bands.BLOCK", block)
-        _shared_bias.cache_clear()
         model = spread(build_model("nape_llama3", "debug", **options)).double()
         documents = document_ids(tokens, 0) if options.get("document_mask") else None
         groups = model.layers["0"].context(29, tokens.device, documents).groups
@@ -139,7 +137,6 @@ def test_heads_in_bands_equal_the_oracle(case, monkeypatch):
         logits = model(tokens, keep=keep)
         logits.square().sum().backward()
         found.append([logits, *(parameter.grad for parameter in model.parameters())])
-    _shared_bias.cache_clear()
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
 
 
@@ -160,7 +157,6 @@ def test_no_cut_is_the_whole_bias():
 def test_layers_in_bands_share_a_graph(monkeypatch):
     """Documents and groups of heads go into compiled blocks without a graph a layer or a break, kept rows too."""
     monkeypatch.setattr("regdrop_titan.models.bands.BLOCK", 2)
-    _shared_bias.cache_clear()
     torch._dynamo.reset()
     options = {**SMALL, "n_layers": 4, "alibi_cutoff": 1.25, "document_mask": True}
     eager, net = (spread(build_model("nape_llama3", "debug", **options)) for _ in range(2))
@@ -171,7 +167,6 @@ def test_layers_in_bands_share_a_graph(monkeypatch):
     for keep, graphs in ((None, 1), (torch.arange(16).view(4, 4) % 3 > 0, 2), (torch.arange(16).view(4, 4) % 5 > 1, 2)):
         torch.testing.assert_close(net(tokens, keep=keep), eager(tokens, keep=keep))
         assert counter.frame_count == graphs
-    _shared_bias.cache_clear()
     torch._dynamo.reset()
 
 
