@@ -7,13 +7,14 @@
     python scripts/benchmark.py mamba2 [--compile]
     python scripts/benchmark.py generation
     python scripts/benchmark.py loss
+    python scripts/benchmark.py attention [--checkpoint DIR --data SET --lengths 2048 65536]
     python scripts/benchmark.py data [--tokenizer DIR]
 
 Variants take turns, one step each a round, so that a drift of the machine's speed meets all of them alike; a ratio is
 the median over rounds of the pairwise ratios. A dense step is forward, loss, backward and a fused AdamW update; a
 layer-dropout or mamba2 step is forward and backward of a stack of blocks; a generation step reads prompts and writes
-greedy answers with a cache; a loss step is forward and backward of head and loss. The data benchmark sets preparation
-beside the bare tokenizer, and reads a packed set as training does.
+greedy answers with a cache; a loss step is forward and backward of head and loss, an attention step of one attention
+layer. The data benchmark sets preparation beside the bare tokenizer, and reads a packed set as training does.
 """
 
 import argparse
@@ -39,8 +40,11 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
 from tqdm import tqdm
 
+from regdrop_titan.checkpoints import load_model
 from regdrop_titan.checkpoints.huggingface import export_huggingface
+from regdrop_titan.checkpoints.loading import model_args_of, resolve_checkpoint
 from regdrop_titan.config.sections import PIECE_OF_LOGITS
+from regdrop_titan.data import PackedDataset
 from regdrop_titan.data.loader import TrainingLoader
 from regdrop_titan.data.mixture import Mixture
 from regdrop_titan.data.preparation import prepare
@@ -249,6 +253,100 @@ def stack_of_blocks(d: int, n_layers: int, position: str, **overrides) -> Decode
         "nape_llama3", "debug", dim=d, n_layers=n_layers, n_heads=d // 64, n_kv_heads=d // 64, ffn_dim=4 * d,
         vocab_size=64, position=position, **overrides,
     )  # fmt: skip
+
+
+def attention(arguments: argparse.Namespace) -> dict:
+    """Attention layers whose ALiBi heads are cut (architecture.alibi_cutoff) beside those with the whole bias and plain
+    causal ones: time, the cache's memory, and with --checkpoint the error of its logits."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    d, S = arguments.dim, arguments.seq_len
+    x = torch.randn(arguments.batch_size, S, d, device=device, requires_grad=True)
+    gradient = torch.randn_like(x)
+
+    def model_of(**overrides) -> torch.nn.Module:
+        model = build_model(
+            "nape_llama3", "debug", dim=d, n_layers=1, n_heads=d // 64, n_kv_heads=d // 64, vocab_size=64, **overrides
+        )
+        return model.to(device)
+
+    def step_of(**overrides) -> Step:
+        layer = model_of(**overrides).layers["0"].attention.inner
+        context = layer.context(S, device, None)
+        forward = torch.compile(layer, fullgraph=True) if arguments.compile else layer
+
+        def step() -> None:
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+                out = forward(x, context=context)
+            out.backward(gradient.to(out.dtype))
+            x.grad = None
+            for parameter in layer.parameters():
+                parameter.grad = None
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        return step
+
+    alibi = {"position": "alibi", "slopes": "press"}
+    steps = {
+        "causal": step_of(position="nope"),
+        "nape, whole": step_of(alibi_cutoff=0.0),
+        "nape, cut": step_of(alibi_cutoff=arguments.cutoff),
+        "alibi, whole": step_of(**alibi, alibi_cutoff=0.0),
+        "alibi, cut": step_of(**alibi, alibi_cutoff=arguments.cutoff),
+    }
+    seconds = time_rounds(steps, arguments.rounds, arguments.warmup)
+    rows = {}
+    print(f"{'layer':<14}{'ms a step':>11}   ratio [quartiles] to")
+    for name in steps:
+        median = statistics.median(seconds[name])
+        uncut = name.replace("cut", "whole")
+        for base in ["causal"] + [uncut] * (uncut != name):
+            middle, low, high = ratio(seconds, name, base)
+            rows[f"{name} / {base}"] = {"seconds": median, "ratio": middle, "quartiles": [low, high]}
+            print(f"{name:<14}{1000 * median:>11.1f}   {middle:.3f} [{low:.3f}, {high:.3f}] {base}")
+    memory = {}
+    for position, options in {"nape": {}, "alibi": alibi}.items():
+        for length in arguments.lengths:
+            sizes = []
+            for cutoff in (0.0, arguments.cutoff):
+                cache = Cache(1, length, min(1024, length))
+                with torch.no_grad():
+                    model = model_of(**options, alibi_cutoff=cutoff)
+                    model(torch.zeros(1, 1, dtype=torch.int64, device=device), cache=cache)
+                sizes.append(sum(2 * kept.keys.numel() * kept.keys.element_size() for kept in cache.layers.values()))
+            memory[f"{position} {length}"] = sizes
+            whole, cut = (size / 2**20 for size in sizes)
+            print(f"cache of a layer, {position}, {length} tokens: {whole:.1f} MiB, cut {cut:.1f}: {cut / whole:.3f}")
+    errors = {}
+    if arguments.checkpoint is not None:
+        for length in arguments.lengths:
+            errors[length] = cut_error(arguments.checkpoint, arguments.data, length, arguments.cutoffs)
+            for cutoff, (error, largest) in errors[length].items():
+                print(f"{length} tokens, cut at {cutoff:g} nats: logits of up to {largest:.1f} differ by {error:.1e}")
+    return {"rows": rows, "seconds": seconds, "cache_bytes": memory, "errors": errors}
+
+
+@torch.no_grad()
+def cut_error(checkpoint: Path, data: Path, length: int, cutoffs: list[float]) -> dict[float, tuple[float, float]]:
+    """The largest difference of a logit of the first `length` tokens of a packed set to those without a cut, and the
+    largest logit, by cutoff; in fp64, read in pieces with a cache."""
+    tokens = PackedDataset(data, length, seed=0, shuffle=False)[0]["input"][None]
+    models = {}
+    for cutoff in [0.0, *cutoffs]:
+        args = model_args_of(resolve_checkpoint(checkpoint))
+        args.alibi_cutoff = cutoff
+        models[cutoff] = load_model(checkpoint, args).double()
+    piece = piece_length(models[0.0].args, 1, length)
+    caches = {cutoff: Cache(1, length, piece) for cutoff in models}
+    found = dict.fromkeys(cutoffs, 0.0)
+    largest = 0.0
+    for start in tqdm(range(0, length, piece), desc=f"{length} tokens", unit="piece"):
+        of = tokens[:, start : start + piece]
+        logits = {cutoff: model(of, cache=caches[cutoff]) for cutoff, model in models.items()}
+        largest = max(largest, logits[0.0].abs().max().item())
+        for cutoff in cutoffs:
+            found[cutoff] = max(found[cutoff], (logits[cutoff] - logits[0.0]).abs().max().item())
+    return {cutoff: (error, largest) for cutoff, error in found.items()}
 
 
 def layer_dropout(arguments: argparse.Namespace) -> dict:
@@ -586,11 +684,17 @@ def main() -> int:
         "layer-dropout": {"dim": 512, "layers": 6, "seq-len": 512, "batch-size": 8, "rounds": 11, "warmup": 2},
         "mamba2": {"dim": 768, "layers": 1, "seq-len": 1024, "batch-size": 2, "rounds": 7, "warmup": 1},
         "generation": {"dim": 256, "layers": 4, "seq-len": 1024, "batch-size": 4, "rounds": 7, "warmup": 1},
+        "attention": {"dim": 768, "seq-len": 2048, "batch-size": 2, "rounds": 11, "warmup": 1},
+        "loss": {"dim": 768, "seq-len": 512, "batch-size": 8, "vocab-size": 128256, "rounds": 3, "warmup": 1},
     }
-    sizes["loss"] = {"dim": 768, "seq-len": 512, "batch-size": 8, "vocab-size": 128256, "rounds": 3, "warmup": 1}
     verbs = {
-        "dense": dense, "layer-dropout": layer_dropout, "mamba2": mamba2, "generation": generation, "loss": loss
-    }  # fmt: skip
+        "dense": dense,
+        "layer-dropout": layer_dropout,
+        "mamba2": mamba2,
+        "generation": generation,
+        "attention": attention,
+        "loss": loss,
+    }
     for name, run in verbs.items():
         command = commands.add_parser(name, help=run.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         for option, default in sizes[name].items():
@@ -607,6 +711,14 @@ def main() -> int:
         command.set_defaults(run=run)
         if name == "dense":
             command.add_argument("--p", type=float, default=0.1, help="drop probability")
+        elif name == "attention":
+            command.add_argument("--cutoff", type=float, default=40.0, help="nats, of time and memory")
+            command.add_argument("--lengths", type=int, nargs="+", default=[2048, 65536], help="of memory and error")
+            command.add_argument("--checkpoint", type=Path, help="a trained model, for the error")
+            command.add_argument(
+                "--data", type=Path, default=Path("data/stdlib/long"), help="packed set, for the error"
+            )
+            command.add_argument("--cutoffs", type=float, nargs="+", default=[40.0], help="nats, of the error")
         elif name == "mamba2":
             command.add_argument("--chunks", type=int, nargs="+", default=[32, 64, 128, 256], help="tokens a chunk")
         elif name == "layer-dropout":

@@ -14,14 +14,16 @@ import torch
 
 import regdrop_titan  # noqa: F401
 from regdrop_titan.models.attention import AttentionContext, flex_attention_with_slopes, sdpa_attention
-from regdrop_titan.models.positions import attention_bias, causal_block_mask, nape_slopes
+from regdrop_titan.models.positions import attention_bias, causal_block_mask, head_slopes, head_windows, nape_slopes
 
 assert torch.cuda.is_available(), "no GPU here"
 print(torch.__version__, torch.cuda.get_device_name())
-# FlexAttention, forward and backward, against SDPA with the bias; 1025 is no multiple of its block
+# FlexAttention, forward and backward, against SDPA with the bias; 1025 is no multiple of its block. The last windows are
+# those of heads that are cut at 10 and 40 nats
 cuda = torch.device("cuda")
 for S in (256, 1025, 2048):
-    for window in (None, 200):
+    cut = [head_windows(head_slopes("nape", "inverse", 12), cutoff, None, S) for cutoff in (10.0, 40.0)]
+    for window in (None, 200, *cut):
         q, k, v = (torch.randn(2, 12, S, 64, device=cuda, requires_grad=True) for _ in range(3))
         slopes = nape_slopes(12)
         bias = attention_bias(tuple(slopes.tolist()), window, S, cuda)
@@ -118,6 +120,8 @@ done
 "$python" scripts/benchmark.py dense --layers 12 --seq-len 2048 --batch-size 8 --compile --output "$out/dense_compiled.json"
 
 "$python" scripts/benchmark.py loss --seq-len 2048 --pieces 0 4 64 --output "$out/loss.json"
+"$python" scripts/benchmark.py attention --batch-size 8 --output "$out/attention_2k.json"
+"$python" scripts/benchmark.py attention --batch-size 2 --seq-len 8192 --output "$out/attention_8k.json"
 "$python" scripts/benchmark.py layer-dropout --dim 1024 --layers 12 --seq-len 2048 --output "$out/layer_dropout_eager.json"
 "$python" scripts/benchmark.py layer-dropout --dim 1024 --layers 12 --seq-len 2048 --compile \
     --output "$out/layer_dropout_compiled.json"
@@ -132,7 +136,8 @@ summary = {}
 for run in ("debug", "400m_none", "400m_vpad", "mamba2_85m"):
     last = json.loads((out / run / "metrics.jsonl").read_text().splitlines()[-1])
     summary[run] = {key: last.get(key) for key in ("step", "loss", "tokens_per_second", "mfu", "memory_gib")}
-for name in ("dense_eager", "dense_compiled", "layer_dropout_eager", "layer_dropout_compiled", "mamba2_compiled", "loss"):
+timings = ("dense_eager", "dense_compiled", "layer_dropout_eager", "layer_dropout_compiled", "mamba2_compiled")
+for name in (*timings, "loss", "attention_2k", "attention_8k"):
     rows = json.loads((out / f"{name}.json").read_text())["rows"]
     summary[name] = {key: round(row["ratio"], 3) for key, row in rows.items()}
 rows = json.loads((out / "loss.json").read_text())["rows"]

@@ -70,6 +70,7 @@ def test_optional_flags(args, value):
         ("dropout = 0.1", "dropout = 0.1: is a section, write [dropout]"),
         ("[validation]\nsteps = 0", "[validation]: validation steps must be positive or -1"),
         ("[architecture]\nsliding_window = 0", "architecture.sliding_window = 0: must be at least 1"),
+        ("[architecture]\nalibi_cutoff = -1.0", "architecture.alibi_cutoff = -1.0: must be a number of nats"),
         ("[architecture]\nn_heads = 3\ndim = 96\nn_kv_heads = 3", "needs an even number of heads, got n_heads = 3"),
         ("[model]\nflavor = '7B'", "model.flavor = '7B': must be one of debug, 150M"),
         ("[model]\nname = 'llama'", "model.name = 'llama': must be one of nape_llama3"),
@@ -260,6 +261,7 @@ def test_unwritable_dump_folder(packed, tmp_path):
     ("key", "value"),
     [
         ("position", "rope"), ("slopes", "exp2"), ("rope_theta", 1e4), ("sliding_window", 4), ("document_mask", True),
+        ("alibi_cutoff", 20.0),
         ("dim", 64), ("n_layers", 2), ("n_heads", 8), ("n_kv_heads", 2), ("ffn_dim", 100), ("vocab_size", 3000),
         ("norm_eps", 1e-3), ("tied_embeddings", True), ("layers", "mamba"), ("expand", 3), ("ssm_head_dim", 32),
         ("state_size", 64), ("n_groups", 2), ("conv_width", 3), ("chunk_size", 32), ("embedding_std", 0.1),

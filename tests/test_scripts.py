@@ -1,12 +1,16 @@
 """The scripts: help, a quick benchmark, and shell files that parse."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from regdrop_titan.data.tokenizers import train_tokenizer
+from regdrop_titan.models import build_model
 
 from .distributed.harness import ROOT, environment
 
@@ -71,6 +75,36 @@ def test_loss_benchmark(tmp_path):
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(out.read_text())["rows"].values()
     assert 0 < row["peak_mib"] < 64 and row["ratio"] == 1  # whole logits alone have 64 MiB
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_attention_benchmark(tmp_path, script, packed):
+    """Time, the cache's memory, and errors of a checkpoint that fall with the cutoff."""
+    model = build_model("nape_llama3", "debug", dim=32, n_layers=1, ffn_dim=32, vocab_size=256)
+    with torch.no_grad():
+        for parameter in model.layers.parameters():
+            parameter += 0.5 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    dcp.save(model.state_dict(), checkpoint_id=str(tmp_path / "checkpoint/step-1"), no_dist=True)
+    (tmp_path / "config.json").write_text(json.dumps({"model_args": dataclasses.asdict(model.args)}))
+    out = tmp_path / "bench.json"
+    sizes = ["--dim", "128", "--seq-len", "32", "--batch-size", "1", "--rounds", "2", "--warmup", "0"]
+    error = [
+        "--checkpoint",
+        str(tmp_path / "checkpoint"),
+        "--data",
+        str(packed / "train"),
+        "--cutoffs",
+        "1",
+        "15",
+        "40",
+    ]
+    assert script("benchmark", "attention", *sizes, *error, "--lengths", "200", "--output", str(out)) == 0
+    result = json.loads(out.read_text())
+    assert {"nape, cut / causal", "nape, cut / nape, whole", "alibi, cut / alibi, whole"} <= set(result["rows"])
+    whole, cut = result["cache_bytes"]["nape 200"]  # 400 slots of 128 channels; half of the heads have 41 + 200
+    assert whole == 2 * 4 * 128 * 400 and cut == 2 * 4 * 64 * (400 + 241)
+    errors = [result["errors"]["200"][cutoff][0] for cutoff in ("1.0", "15.0", "40.0")]
+    assert errors[0] > 1e-2 > errors[1] > 1e-12 > errors[2]
 
 
 def test_data_benchmark(tmp_path, script):

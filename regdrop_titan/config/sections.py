@@ -38,6 +38,10 @@ class Architecture:
     slopes: Literal["inverse", "exp2", "press"] | None = None
     """ALiBi slopes by head h = 1, 2, ...: 1/h, 2^-(h-1), or Press et al.'s rule."""
 
+    alibi_cutoff: float | None = None
+    """Nats, at least 0: an ALiBi head of slope m sees keys up to cutoff/m tokens back, behind which their weight is
+    below exp(-cutoff) of the nearest one's at equal scores. 0: all of them. Absent: 40 (docs/attention.md)."""
+
     rope_theta: float | None = None
     """Base of the rotary frequencies, above 0."""
 

@@ -42,6 +42,7 @@ class DecoderArgs(BaseModelArgs):
 
     position: Literal["rope", "nope", "alibi", "nape"] = "nape"
     slopes: Literal["inverse", "exp2", "press"] = "inverse"
+    alibi_cutoff: float = 40.0  # nats; a head of slope m sees keys up to cutoff/m tokens back. 0: all of them
     rope_theta: float = 500_000.0
     rope_scaling: Literal["none", "yarn"] = "none"
     rope_factor: float = 1.0  # s of YaRN: the context over the original one
@@ -164,6 +165,8 @@ class DecoderArgs(BaseModelArgs):
                 f"sliding_window = {self.sliding_window}: must be at least 1 (a query's own key counts); "
                 "leave it out for global attention"
             )
+        if not 0 <= self.alibi_cutoff < math.inf:
+            found.append(f"alibi_cutoff = {self.alibi_cutoff}: must be a number of nats of at least 0; 0 is off")
         if not self.rope_theta > 0:
             found.append(f"rope_theta = {self.rope_theta}: must be above 0")
         if not 0.0 <= self.attention_p < 1.0:

@@ -2,7 +2,15 @@
 
 One function, two engines chosen by device: SDPA with an fp32 bias on CPU, compiled FlexAttention with the ALiBi
 score_mod and a block mask on CUDA. Plain causal attention (no bias, no mask) is SDPA on both.
+
+With `alibi_cutoff` ALiBi heads see only near keys. FlexAttention's block mask leaves the others out. SDPA takes the
+heads in groups: those with few keys in bands (`bands.py`), those without a slope plain causal, others with their bias;
+and a cache keeps few keys of the first.
 """
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,14 +20,18 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..opaque import opaque, replaced
 from .args import DecoderArgs
+from .bands import Band, band, banded_attention, fits
 from .cache import Cache, KeyValues, Place
 from .positions import (
+    Window,
     apply_rotary,
     attention_bias,
     cached_bias,
     causal_block_mask,
     document_block_mask,
     head_slopes,
+    head_window,
+    head_windows,
     rotary_at,
     rotary_table,
     select_block_mask,
@@ -37,9 +49,11 @@ class AttentionContext:
 
     rotary: tuple[Tensor, Tensor] | None = None  # cos, signed sin: (S, head_dim) fp32, with a cache ([B,] S, head_dim)
     bias: Tensor | None = None  # (1 or B, 1 or H, S, S or K) fp32, -inf where hidden; None: plain causal (CPU)
+    band: Band | None = None  # in place of a bias
+    groups: tuple["HeadGroup", ...] = ()  # where heads are computed apart; they have biases and bands, places and keys
     slopes: Tensor | None = None  # (H,) fp32 (CUDA)
     block_mask: BlockMask | None = None  # None: plain causal (CUDA)
-    window: int | None = None
+    window: Window = None
     documents: Tensor | None = None  # (B, S) where bias and block mask differ by sequence
     log_n: Tensor | None = None  # ([B,] S) fp32, ln(i + 2), of layers that scale their queries
     scaled_heads: Tensor | None = None  # (H,) bool; None: all
@@ -55,9 +69,22 @@ class AttentionContext:
         kept = replaced(self, documents=documents, bias=None, block_mask=None)
         if self.bias is not None:
             kept.bias = self.bias.index_select(0, rows)
+        if self.band is not None:
+            kept.band = self.band.of_rows(rows)
+        kept.groups = tuple([replaced(group, context=group.context.of_rows(rows)) for group in self.groups])
         if self.block_mask is not None:
             kept.block_mask = select_block_mask(self.block_mask, rows, documents, self.window)
         return kept
+
+
+@opaque
+class HeadGroup:
+    """Heads that are computed together, and what they read."""
+
+    heads: range  # query heads
+    kv_heads: range
+    window: int | None  # the most keys that one of them sees
+    context: AttentionContext
 
 
 def sdpa_attention(
@@ -68,6 +95,8 @@ def sdpa_attention(
     `scale` None: 1/sqrt(head_dim). `dropout_p` of the weights are dropped, in evaluation too: it is the caller's.
     """
     k, v = _repeat_kv(q, k, v)
+    if context.band is not None:
+        return banded_attention(q, k, v, context.band, scale, dropout_p)
     if context.bias is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, dropout_p=dropout_p)
     # autocast would cast the bias to bf16 too
@@ -201,9 +230,12 @@ def engine(args: DecoderArgs, device_type: str) -> str:
     biased = args.position in ("alibi", "nape") or args.sliding_window is not None or args.document_mask
     if not biased:
         return "SDPA, plain causal"
+    cut = args.alibi_cutoff > 0 and args.position in ("alibi", "nape")
     if uses_flex_attention(entmax, args.attention_p, device_type):
-        return "FlexAttention"
+        return f"FlexAttention{f', ALiBi cut at {args.alibi_cutoff:g} nats' if cut else ''}"
     why = " (FlexAttention has no dropout)" if device_type == "cuda" else ""
+    if cut:
+        return f"SDPA by groups of heads, ALiBi cut at {args.alibi_cutoff:g} nats{why}"
     return f"SDPA with a bias of (heads, S, S){why}"
 
 
@@ -225,6 +257,7 @@ class Attention(nn.Module):
         self.entmax = args.attention == "entmax15"
         self.attention_p = args.attention_p
         self.slopes = head_slopes(self.position, args.slopes, args.n_heads)
+        self.cutoff = args.alibi_cutoff
         self.wq = nn.Linear(args.dim, self.n_heads * self.head_dim, bias=args.bias)
         self.wk = nn.Linear(args.dim, self.n_kv_heads * self.head_dim, bias=args.bias)
         self.wv = nn.Linear(args.dim, self.n_kv_heads * self.head_dim, bias=args.bias)
@@ -241,8 +274,7 @@ class Attention(nn.Module):
 
     def context(self, seq_len: int, device: torch.device, documents: Tensor | None) -> AttentionContext:
         """The context for full sequences of `seq_len` tokens; documents (B, S) hides other documents' keys."""
-        # a window that holds the whole sequence is none, bit for bit
-        window = None if self.window is None or self.window >= seq_len else self.window
+        window = head_windows(self.slopes, self.cutoff, self.window, seq_len)
         context = AttentionContext(window=window, documents=documents)
         if self.position == "rope":
             context.rotary = rotary_table(seq_len, self.head_dim, self.rope_theta, device, self.yarn)
@@ -258,36 +290,145 @@ class Attention(nn.Module):
                 context.block_mask = causal_block_mask(window, seq_len, device)
             else:
                 context.block_mask = document_block_mask(documents, window)
+        elif self.slopes is None or self.cutoff == 0 or self.entmax:  # entmax sorts whole rows of scores
+            context.bias = self._bias(self.slopes, window, seq_len, device, documents)
         else:
-            context.bias = attention_bias(self.slopes, window, seq_len, device)
-            if documents is not None:
-                other = documents[:, None, :, None] != documents[:, None, None, :]  # (B, 1, S, S)
-                context.bias = context.bias.masked_fill(other, -torch.inf)
+            context.groups = tuple(self._groups(seq_len, device, documents))
         return context
+
+    def _bias(
+        self,
+        slopes: tuple[float, ...] | None,
+        window: Window,
+        seq_len: int,
+        device: torch.device,
+        documents: Tensor | None,
+    ) -> Tensor:
+        bias = attention_bias(slopes, window, seq_len, device)
+        if documents is None:
+            return bias
+        other = documents[:, None, :, None] != documents[:, None, None, :]  # (B, 1, S, S)
+        return bias.masked_fill(other, -torch.inf)
+
+    def _runs(self, length: int | None, kind: Callable[[int | None, bool], Any]) -> Iterator[HeadGroup]:
+        """Neighbouring heads of one kind in what they see of `length` tokens (None: of any number), with empty
+        contexts. All query heads of a key head go together.
+
+        `kind` tells it by the most keys that one of them sees, and whether one has a slope.
+        """
+        assert self.slopes is not None
+        queries = self.n_heads // self.n_kv_heads
+        # the smallest slope sees most
+        slopes = [min(self.slopes[first : first + queries]) for first in range(0, self.n_heads, queries)]
+        sloped = [any(self.slopes[first : first + queries]) for first in range(0, self.n_heads, queries)]
+        most = [head_window(slope, self.cutoff, self.window, length) for slope in slopes]
+        for _, same in itertools.groupby(range(self.n_kv_heads), lambda head: kind(most[head], sloped[head])):
+            members = list(same)
+            kv_heads = range(members[0], members[-1] + 1)
+            window = head_window(min(slopes[head] for head in members), self.cutoff, self.window, length)
+            heads = range(kv_heads.start * queries, kv_heads.stop * queries)
+            yield HeadGroup(heads, kv_heads, window, AttentionContext())
+
+    def _seen(self, heads: range, length: int | None) -> tuple[tuple[float, ...] | None, Window]:
+        """The slopes of some heads, None where they have none, and what they see of `length` tokens."""
+        assert self.slopes is not None
+        slopes = self.slopes[heads.start : heads.stop]
+        return slopes if any(slopes) else None, head_windows(slopes, self.cutoff, self.window, length)
+
+    def _groups(self, seq_len: int, device: torch.device, documents: Tensor | None) -> Iterator[HeadGroup]:
+        """The heads for full sequences: those in bands, those without a slope, and others."""
+        for group in self._runs(seq_len, lambda most, sloped: "band" if most and fits(most, seq_len) else sloped):
+            slopes, window = self._seen(group.heads, seq_len)
+            group.context.documents = documents
+            if group.window is not None and fits(group.window, seq_len):
+                group.context.band = band(slopes, window, group.window, device, documents)
+            elif slopes is not None or window is not None or documents is not None:
+                group.context.bias = self._bias(slopes, window, seq_len, device, documents)
+            yield group
 
     def cached_context(self, cache: Cache) -> AttentionContext:
         """The context for the forward that `cache` has begun. Always with a bias, on SDPA."""
-        place, reading = cache.place(self.window), cache.reading
+        reading = cache.reading
         assert reading is not None
-        context = AttentionContext(place=place)
+        context = AttentionContext()
         if self.position == "rope":
             context.rotary = rotary_at(reading.positions, self.head_dim, self.rope_theta, self.yarn)
         if self.scaling is not None:
             context.log_n = (reading.positions + 2).float().log()
             if self.slopes is not None and self.scaled_heads_only_nope:
                 context.scaled_heads = slope_tensor(self.slopes, reading.positions.device) == 0
+        groups = self._cached_groups(cache)
+        if not groups:
+            window = head_windows(self.slopes, self.cutoff, self.window)
+            self._read_from(context, cache, self.window, self.slopes, window)
+        for group in groups:
+            self._read_from(group.context, cache, group.window, *self._seen(group.heads, None))
+        context.groups = tuple(groups)
+        return context
+
+    def _cached_groups(self, cache: Cache) -> list[HeadGroup]:
+        """Those heads apart that see at most half of what a sequence may have; empty where there are none."""
+        if self.slopes is None or self.cutoff == 0:
+            return []
+
+        def is_local(most: int | None, sloped: bool = True) -> bool:
+            return most is not None and most <= cache.max_length // 2
+
+        groups = list(self._runs(None, is_local))
+        return groups if any(is_local(group.window) for group in groups) else []
+
+    @staticmethod
+    def _read_from(
+        context: AttentionContext,
+        cache: Cache,
+        kept_window: int | None,
+        slopes: tuple[float, ...] | None,
+        window: Window,
+    ) -> None:
+        """Give `context` its place in the last `kept_window` keys, which `cache` keeps, and their bias."""
+        place, reading = cache.place(kept_window), cache.reading
+        assert reading is not None
         same = None
         if reading.documents is not None:
             same = reading.documents[:, :, None] == place.documents[:, None, :]
-        context.bias = cached_bias(self.slopes, self.window, reading.positions, place.positions, same)
-        return context
+        context.place = place
+        context.bias = cached_bias(slopes, window, reading.positions, place.positions, same)
 
     def own_context(self, shared: AttentionContext, layer: str, cache: Cache | None) -> AttentionContext:
         """`shared`, with what `cache` keeps of this layer."""
         if cache is None:
             return shared
-        kept = cache.keys_values(layer, self.window, self.n_kv_heads, self.head_dim, self.wk.weight)
-        return replaced(shared, kept=kept)
+
+        def with_kept(context: AttentionContext, heads: range, window: int | None) -> AttentionContext:
+            kept = cache.keys_values(layer, heads, window, self.head_dim, self.wk.weight)
+            return replaced(context, kept=kept)
+
+        if not shared.groups:
+            return with_kept(shared, range(self.n_kv_heads), self.window)
+        groups = (
+            replaced(group, context=with_kept(group.context, group.kv_heads, group.window)) for group in shared.groups
+        )
+        return replaced(shared, groups=tuple(groups))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
+        """q (B, H, S, head_dim), k and v (B, H_kv, S, head_dim) -> (B, H, S, head_dim)."""
+        if context.groups:
+            parts = []
+            for group in context.groups:
+                of_q, of_kv = (
+                    slice(group.heads.start, group.heads.stop),
+                    slice(group.kv_heads.start, group.kv_heads.stop),
+                )
+                parts.append(self.attend(q[:, of_q], k[:, of_kv], v[:, of_kv], group.context))
+            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        if context.kept is not None and context.place is not None:
+            k, v = context.kept.store(k, v, context.place)
+        dropout_p = self.attention_p if self.training else 0.0
+        if self.entmax:
+            return entmax15_attention(q, k, v, context, self.scale, dropout_p)
+        if context.block_mask is not None:
+            return flex_attention_with_slopes(q, k, v, context, self.scale)
+        return sdpa_attention(q, k, v, context, self.scale, dropout_p)
 
     def forward(self, *inputs: Tensor, context: AttentionContext) -> Tensor:
         """One input (B, S, d) for all three projections, or one each for q, k, v (`mask = "per_linear"`)."""
@@ -304,14 +445,6 @@ class Attention(nn.Module):
                 factor = torch.where(context.scaled_heads, factor, 1.0)
             q = (q * factor[..., None]).to(q.dtype)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, S, head_dim)
-        if context.kept is not None and context.place is not None:
-            k, v = context.kept.store(k, v, context.place)
-        dropout_p = self.attention_p if self.training else 0.0
-        if self.entmax:
-            out = entmax15_attention(q, k, v, context, self.scale, dropout_p)
-        elif context.block_mask is not None:
-            out = flex_attention_with_slopes(q, k, v, context, self.scale)
-        else:
-            out = sdpa_attention(q, k, v, context, self.scale, dropout_p)
+        out = self.attend(q, k, v, context)
         out = out.transpose(1, 2).reshape(B, S, self.n_heads * self.head_dim)
         return self.wo(out)

@@ -4,7 +4,8 @@ layers, states of Mamba2 layers.
 Every sequence of the batch has its own length: there is no padding on the left, position i of each is its token i. Keys
 and values lie in slots, position i in slot i mod C. Layers with a window of W keys have C = W + n slots, where n is the
 most tokens that one forward reads: when a forward has written its own, the last W before each of them are still there.
-Other layers have room for every position. A slot knows its position; a query sees those at its own position and before.
+Other layers have room for every position. Where heads of a layer have windows of their own, so it is with groups of
+heads. A slot knows its position; a query sees those at its own position and before.
 
 So nothing needs to be deleted: padding to the right of a sequence that has less to read than others is written to
 positions that its next tokens write again before any query sees them. Mamba2 layers pass it over.
@@ -42,7 +43,7 @@ class Place:
 
 @dataclass(eq=False)
 class KeyValues:
-    """One attention layer's keys and values, (B, H_kv, C, head_dim) each."""
+    """Keys and values of an attention layer, or of some of its heads, (B, H_kv, C, head_dim) each."""
 
     keys: Tensor
     values: Tensor
@@ -107,7 +108,7 @@ class Cache:
             raise ValueError(f"batch {batch}, max_length {max_length}, chunk {chunk}: each must be at least 1")
         self.batch, self.max_length, self.chunk = batch, max_length, chunk
         self.lengths = [0] * batch
-        self.layers: dict[str, KeyValues] = {}
+        self.layers: dict[tuple[str, int], KeyValues] = {}  # by the layer and the first of the heads
         self.slots: dict[int | None, Slots] = {}  # by the window
         self.states: dict[str, State] = {}  # of Mamba2 layers
         self.document: Tensor | None = None  # (B,) int32, of the last token read
@@ -173,12 +174,14 @@ class Cache:
         # where all are equally long, one row says it for all
         return Place(slots, kept.positions[: len(slots), :K], kept.documents[:, :K], rows)
 
-    def keys_values(self, layer: str, window: int | None, heads: int, head_dim: int, like: Tensor) -> KeyValues:
-        """What it keeps of a layer, made at the first call with the type and device of `like`."""
-        if layer not in self.layers:
-            shape = self.batch, heads, self.capacity(window), head_dim
-            self.layers[layer] = KeyValues(like.new_zeros(shape), like.new_zeros(shape))
-        return self.layers[layer]
+    def keys_values(self, layer: str, heads: range, window: int | None, head_dim: int, like: Tensor) -> KeyValues:
+        """What it keeps of a layer's key and value `heads`, made at the first call with the type and device of
+        `like`."""
+        key = layer, heads.start
+        if key not in self.layers:
+            shape = self.batch, len(heads), self.capacity(window), head_dim
+            self.layers[key] = KeyValues(like.new_zeros(shape), like.new_zeros(shape))
+        return self.layers[key]
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Forget all sequences but these, in this order."""

@@ -15,6 +15,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 SLOPE_KINDS = ("inverse", "exp2", "press")
 
+# Keys that a query sees, its own included: of all heads, or of each. None: all of them
+Window = int | tuple[int | None, ...] | None
+
 
 def _press_slopes(n: int) -> list[float]:
     """Press et al.'s rule: `2^(-8h/n)` for a power of two `n`; else the slopes of the power of two below,
@@ -81,6 +84,38 @@ def slope_tensor(slopes: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
+def head_window(slope: float, cutoff: float, window: int | None, length: int | None = None) -> int | None:
+    """What a head sees: a key at distance d iff `slope d <= cutoff`, and the sliding `window` holds it.
+
+    Args:
+        slope: 0 of heads without a bias.
+        cutoff: nats, 0: no cut.
+        window: the sliding window, None without.
+        length: of the sequence; a window that holds all of it is none, so that it changes nothing bit for bit.
+    """
+    limits = [] if window is None else [window]
+    if cutoff > 0 and slope > 0:
+        limits.append(math.floor(cutoff / slope) + 1)
+    keys = min(limits, default=None)
+    return None if keys is None or (length is not None and keys >= length) else keys
+
+
+def head_windows(
+    slopes: tuple[float, ...] | None, cutoff: float, window: int | None, length: int | None = None
+) -> Window:
+    """What each of the heads sees, or all of them alike; `slopes` None: of kinds without a bias."""
+    windows = [head_window(slope, cutoff, window, length) for slope in slopes or (0.0,)]
+    return windows[0] if len(set(windows)) == 1 else tuple(windows)
+
+
+@functools.lru_cache(maxsize=32)
+def _limits(window: Window, device: torch.device) -> int | Tensor | None:
+    """`window`, that of each head as (H,) int64."""
+    if not isinstance(window, tuple):
+        return window
+    return torch.tensor([2**62 if keys is None else keys for keys in window], device=device)
+
+
 @dataclass(frozen=True)
 class Yarn:
     """YaRN (Peng et al., arXiv 2309.00071): rotary positions for `factor` times the context they were trained on."""
@@ -145,37 +180,44 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
 
 
-def visible(distance: Tensor, window: int | None) -> Tensor:
-    """Which keys a query sees by distance `i - j`: itself and the past, `window` keys in all when set."""
+def visible(distance: Tensor, limit: int | Tensor | None) -> Tensor:
+    """Which keys a query sees by distance `i - j`: itself and the past, `limit` keys in all when set."""
     seen = distance >= 0
-    return seen if window is None else seen & (distance < window)
+    return seen if limit is None else seen & (distance < limit)
+
+
+def biased(slopes: tuple[float, ...] | None, window: Window, distance: Tensor) -> Tensor:
+    """`-m_h d` at the distances (..., n, K) that head h sees, else -inf: (..., H, n, K) fp32, H = 1 without slopes.
+
+    fp32: bf16 cannot hold distances past 256.
+    """
+    distance, limit = distance.unsqueeze(-3), _limits(window, distance.device)
+    if isinstance(limit, Tensor):
+        limit = limit[:, None, None]
+    bias = -slope_tensor(slopes or (0.0,), distance.device)[:, None, None] * distance.float()
+    return bias.masked_fill(~visible(distance, limit), -torch.inf)
 
 
 @functools.lru_cache(maxsize=4)
-def attention_bias(slopes: tuple[float, ...] | None, window: int | None, seq_len: int, device: torch.device) -> Tensor:
+def attention_bias(slopes: tuple[float, ...] | None, window: Window, seq_len: int, device: torch.device) -> Tensor:
     """The additive bias of the scaled scores: (1, H, S, S) fp32, H = 1 without slopes.
 
-    `-m_h (i - j)` where query `i` sees key `j`, -inf elsewhere. fp32: bf16 cannot hold distances past 256.
+    `-m_h (i - j)` where query `i` sees key `j`, -inf elsewhere.
     """
     position = torch.arange(seq_len, device=device)
-    distance = position[:, None] - position[None, :]  # (S, S): i - j
-    slope = torch.tensor([0.0] if slopes is None else slopes, device=device)
-    bias = -slope[:, None, None] * distance.float()  # (H, S, S)
-    return bias.masked_fill(~visible(distance, window), -torch.inf).unsqueeze(0)
+    return biased(slopes, window, position[:, None] - position).unsqueeze(0)
 
 
 def cached_bias(
-    slopes: tuple[float, ...] | None, window: int | None, queries: Tensor, keys: Tensor, same_document: Tensor | None
+    slopes: tuple[float, ...] | None, window: Window, queries: Tensor, keys: Tensor, same_document: Tensor | None
 ) -> Tensor:
     """The same for queries at positions (B, n) and keys at positions (B, K), -1 where there is none: (B, 1 or H, n, K)
     fp32. `same_document` (B, n, K) hides the keys of others."""
-    distance = queries[:, :, None] - keys[:, None, :]
-    seen = visible(distance, window) & (keys >= 0)[:, None, :]
+    hidden = (keys < 0)[:, None, :]
     if same_document is not None:
-        seen = seen & same_document
-    slope = slope_tensor((0.0,) if slopes is None else slopes, queries.device)
-    bias = -slope[:, None, None] * distance[:, None].float()
-    return bias.masked_fill(~seen[:, None], -torch.inf)
+        hidden = hidden | ~same_document
+    bias = biased(slopes, window, queries[:, :, None] - keys[:, None, :])
+    return bias.masked_fill(hidden[:, None], -torch.inf)
 
 
 def document_ids(tokens: Tensor, eos_id: int) -> Tensor:
@@ -184,32 +226,57 @@ def document_ids(tokens: Tensor, eos_id: int) -> Tensor:
     return ends.cumsum(dim=1, dtype=torch.int32) - ends
 
 
+def _mask_mod(window: Window, device: torch.device, documents: Tensor | None = None):
+    limits = _limits(window, device)
+
+    def mod(b, h, i, j):
+        seen = visible(i - j, limits[h] if isinstance(limits, Tensor) else limits)
+        return seen if documents is None else seen & (documents[b, i] == documents[b, j])
+
+    return mod
+
+
+def _block_mask(window: Window, seq_len: int, device: torch.device, documents: Tensor | None = None) -> BlockMask:
+    """Where heads have windows of their own, it is made for one window at a time: torch makes it from a mask of
+    (S, S), which for all heads at once would be large."""
+    batch = None if documents is None else len(documents)
+
+    def of(keys: int | None) -> BlockMask:
+        mod = _mask_mod(keys, device, documents)
+        return create_block_mask(mod, B=batch, H=None, Q_LEN=seq_len, KV_LEN=seq_len, device=device)
+
+    if not isinstance(window, tuple):
+        return of(window)
+    made = {keys: of(keys) for keys in set(window)}
+    heads = [made[keys] for keys in window]
+    kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices = (
+        torch.cat([getattr(mask, name) for mask in heads], dim=1)
+        for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    )
+    return BlockMask.from_kv_blocks(
+        kv_num_blocks,
+        kv_indices,
+        full_kv_num_blocks,
+        full_kv_indices,
+        BLOCK_SIZE=heads[0].BLOCK_SIZE,
+        mask_mod=_mask_mod(window, device, documents),
+        seq_lengths=heads[0].seq_lengths,
+    )
+
+
 @functools.lru_cache(maxsize=8)
-def causal_block_mask(window: int | None, seq_len: int, device: torch.device) -> BlockMask:
-    """FlexAttention's block mask of the causal (and windowed) pattern, for any batch and head count."""
-    return create_block_mask(
-        lambda b, h, i, j: visible(i - j, window), B=None, H=None, Q_LEN=seq_len, KV_LEN=seq_len, device=device
-    )
+def causal_block_mask(window: Window, seq_len: int, device: torch.device) -> BlockMask:
+    """FlexAttention's block mask of the causal (and windowed) pattern, for any batch, and for any head count where the
+    heads do not have windows of their own."""
+    return _block_mask(window, seq_len, device)
 
 
-def _document_mask_mod(documents: Tensor, window: int | None):
-    return lambda b, h, i, j: visible(i - j, window) & (documents[b, i] == documents[b, j])
-
-
-def document_block_mask(documents: Tensor, window: int | None) -> BlockMask:
+def document_block_mask(documents: Tensor, window: Window) -> BlockMask:
     """As `causal_block_mask`, keys of other documents hidden too; documents (B, S)."""
-    batch, seq_len = documents.shape
-    return create_block_mask(
-        _document_mask_mod(documents, window),
-        B=batch,
-        H=None,
-        Q_LEN=seq_len,
-        KV_LEN=seq_len,
-        device=documents.device,
-    )
+    return _block_mask(window, documents.shape[1], documents.device, documents)
 
 
-def select_block_mask(mask: BlockMask, rows: Tensor, documents: Tensor, window: int | None) -> BlockMask:
+def select_block_mask(mask: BlockMask, rows: Tensor, documents: Tensor, window: Window) -> BlockMask:
     """The block mask of some sequences of a batch; `documents` are theirs already.
 
     A mask made for B sequences and used with fewer is silently wrong: both its blocks and the batch index of its
@@ -223,6 +290,6 @@ def select_block_mask(mask: BlockMask, rows: Tensor, documents: Tensor, window: 
         None if number is None else number.index_select(0, rows),
         None if indices is None else indices.index_select(0, rows),
         BLOCK_SIZE=mask.BLOCK_SIZE,
-        mask_mod=_document_mask_mod(documents, window),
+        mask_mod=_mask_mod(window, documents.device, documents),
         seq_lengths=mask.seq_lengths,
     )

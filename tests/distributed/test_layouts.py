@@ -19,6 +19,7 @@ DOCUMENTS = ["--architecture.document_mask"]
 OPTIONS = {  # whatever the layout, these change what is computed, so each has its own one-process reference
     "rope_window": ["--architecture.position", "rope", "--architecture.sliding_window", "8"],
     "documents": DOCUMENTS,
+    "cut": ["--architecture.alibi_cutoff", "1"],
     "tied": ["--architecture.tied_embeddings"],
 }
 LAYOUTS = {
@@ -34,6 +35,7 @@ LAYOUTS = {
         "compile_tp": ["--compile.enable", *TP],
         "rope_window": OPTIONS["rope_window"] + TP,
         "documents": OPTIONS["documents"] + PP,
+        "cut": OPTIONS["cut"] + TP,
         "tied": OPTIONS["tied"],
         "tied_tp": OPTIONS["tied"] + TP,
     },

@@ -236,8 +236,13 @@ def test_the_engine_is_told():
     def of(device_type, **overrides):
         return engine(flavor_args("nape_llama3", "debug", **overrides), device_type)
 
-    assert of("cuda") == "FlexAttention" and of("cpu") == "SDPA with a bias of (heads, S, S)"
-    assert of("cuda", attention_p=0.1) == "SDPA with a bias of (heads, S, S) (FlexAttention has no dropout)"
+    assert of("cuda") == "FlexAttention, ALiBi cut at 40 nats"
+    assert of("cpu") == "SDPA by groups of heads, ALiBi cut at 40 nats"
+    assert of("cuda", alibi_cutoff=0) == "FlexAttention"
+    assert of("cpu", alibi_cutoff=0) == "SDPA with a bias of (heads, S, S)"
+    assert of("cuda", attention_p=0.1, alibi_cutoff=0) == (
+        "SDPA with a bias of (heads, S, S) (FlexAttention has no dropout)"
+    )
     assert of("cuda", attention="entmax15") == "1.5-entmax by sorting, which holds all scores"
     assert of("cuda", position="rope", attention_p=0.1) == "SDPA, plain causal"
     assert of("cuda", position="rope", sliding_window=8) == "FlexAttention"

@@ -22,6 +22,10 @@ MODELS = {
     "smollm3 window": ("smollm3", {**SMALL, "n_layers": 5, "sliding_window": 7}),
     "celerity": ("celerity", {**SMALL, "n_kv_heads": 4, "parametrization": "completep", "base_dim": 16,
                               "base_layers": 2}),
+    "nape cut": ("nape_llama3", {**SMALL, "alibi_cutoff": 2.0}),  # windows of 3 and 5 keys
+    "nape cut documents": ("nape_llama3", {**SMALL, "alibi_cutoff": 4.0, "document_mask": True, "eos_id": 3,
+                                           "sliding_window": 6, "attention": "entmax15"}),
+    "celerity cut": ("celerity", {**SMALL, "n_kv_heads": 4, "alibi_cutoff": 1.0}),  # of 5, 17, 65 and 257
     "mamba2": ("mamba2", MAMBA),
     "mamba2 documents": ("mamba2", {**MAMBA, "document_mask": True, "eos_id": 3}),
     "hybrid": ("mamba2", {**MAMBA, "layers": "mamba,attention", "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 48,
@@ -78,6 +82,17 @@ def test_rows_of_different_lengths(name):
     for row, n in enumerate(prompts):
         alone = model(tokens[row : row + 1, : n + 8])[0]
         torch.testing.assert_close(torch.cat(got[row]), alone, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("cutoff", "kept"), [(0.0, [45, 45]), (2.0, [10, 45])])
+def test_heads_that_are_cut_keep_few_keys(cutoff, kept):
+    """Their 5 keys and a piece of 5, of 40 and a piece."""
+    model = build_model("nape_llama3", "debug", **{**SMALL, "n_kv_heads": 2, "alibi_cutoff": cutoff}).eval()
+    cache = Cache(1, 40, chunk=5)
+    model(torch.ones(1, 5, dtype=torch.int64), cache=cache)
+    heads = [layer.keys.shape[2] for layer in cache.layers.values() for _ in range(layer.keys.shape[1])]
+    assert heads == 3 * kept
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention
 
 from regdrop_titan.models import Decoder, build_model, flavor_args
@@ -53,6 +54,8 @@ def oracle_attention(model, prefix, h, weights, documents):
             kv = n // (args.n_heads // args.n_kv_heads)
             for i in range(S):
                 keys = [j for j in range(max(0, i - window + 1), i + 1) if documents[b, j] == documents[b, i]]
+                if args.alibi_cutoff > 0:
+                    keys = [j for j in keys if slopes[n] * (i - j) <= args.alibi_cutoff]
                 scores = torch.stack([q[b, i, n] @ k[b, j, kv] / math.sqrt(hd) - slopes[n] * (i - j) for j in keys])
                 out[b, i, n] = torch.softmax(scores, 0) @ v[b, keys, kv]
     return out.reshape(B, S, d) @ weights[prefix + "wo.weight"].T
@@ -87,6 +90,9 @@ CASES = {
     "window": {"sliding_window": 5},
     "rope_window": {"position": "rope", "sliding_window": 3},
     "documents": {"document_mask": True},
+    "cut": {"alibi_cutoff": 1.25},  # of 6 heads on 3 key heads the third has a key head with one that is not cut
+    "alibi_cut": {"position": "alibi", "alibi_cutoff": 0.75, "n_kv_heads": 6},
+    "cut_documents": {"alibi_cutoff": 1.25, "document_mask": True, "sliding_window": 6, "n_kv_heads": 6},
     "nope_documents": {"position": "nope", "document_mask": True},
     "multi_head": {"n_kv_heads": 6},
     "tied": {"tied_embeddings": True},
@@ -112,6 +118,56 @@ def test_logits_equal_the_float64_oracle(case):
     torch.testing.assert_close(model(tokens).double(), oracle_logits(model, tokens), rtol=1e-5, atol=1e-5)
     double = model.double()
     torch.testing.assert_close(double(tokens), oracle_logits(double, tokens), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["nape", "cut", "alibi_cut", "cut_documents"])
+def test_heads_in_bands_equal_the_oracle(case, monkeypatch):
+    """Values and gradients of blocks of 2 queries, for the whole batch and for the kept rows of layer dropout."""
+    options = {**SMALL, "alibi_cutoff": 3.0, **CASES[case]}
+    tokens = torch.randint(0, 8, (3, 29), generator=torch.Generator().manual_seed(1))
+    keep = torch.tensor([[True, False], [True, True], [False, True]])
+    found = []
+    for block in (2, 128):
+        monkeypatch.setattr("regdrop_titan.models.bands.BLOCK", block)
+        model = spread(build_model("nape_llama3", "debug", **options)).double()
+        documents = document_ids(tokens, 0) if options.get("document_mask") else None
+        groups = model.layers["0"].context(29, tokens.device, documents).groups
+        assert any(group.context.band is not None for group in groups) == (block == 2)
+        torch.testing.assert_close(model(tokens), oracle_logits(model, tokens), rtol=1e-6, atol=1e-6)
+        logits = model(tokens, keep=keep)
+        logits.square().sum().backward()
+        found.append([logits, *(parameter.grad for parameter in model.parameters())])
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+
+
+def test_no_cut_is_the_whole_bias():
+    """`alibi_cutoff = 0` turns groups and bands off, and one that no distance reaches changes no logit."""
+    tokens = torch.randint(0, 64, (1, 420), generator=torch.Generator().manual_seed(1))
+    plain, far, near = (
+        spread(build_model("nape_llama3", "debug", **SMALL, alibi_cutoff=cutoff)) for cutoff in (0.0, 1e6, 40.0)
+    )
+    context = plain.layers["0"].context(420, tokens.device, None)
+    slopes = (1.0, 1 / 2, 1 / 3, 0.0, 0.0, 0.0)
+    assert context.groups == () and torch.equal(context.bias, attention_bias(slopes, None, 420, tokens.device))
+    torch.testing.assert_close(far(tokens), plain(tokens), rtol=1e-5, atol=1e-5)
+    assert near.layers["0"].context(420, tokens.device, None).groups[0].context.band is not None
+    torch.testing.assert_close(near(tokens), plain(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_in_bands_share_a_graph(monkeypatch):
+    """Documents and groups of heads go into compiled blocks without a graph a layer or a break, kept rows too."""
+    monkeypatch.setattr("regdrop_titan.models.bands.BLOCK", 2)
+    torch._dynamo.reset()
+    options = {**SMALL, "n_layers": 4, "alibi_cutoff": 1.25, "document_mask": True}
+    eager, net = (spread(build_model("nape_llama3", "debug", **options)) for _ in range(2))
+    counter = CompileCounterWithBackend("eager")
+    for name, block in net.layers.named_children():
+        net.layers.register_module(name, torch.compile(block, backend=counter, fullgraph=True))
+    tokens = torch.randint(0, 8, (4, 29), generator=torch.Generator().manual_seed(1))
+    for keep, graphs in ((None, 1), (torch.arange(16).view(4, 4) % 3 > 0, 2), (torch.arange(16).view(4, 4) % 5 > 1, 2)):
+        torch.testing.assert_close(net(tokens, keep=keep), eager(tokens, keep=keep))
+        assert counter.frame_count == graphs
+    torch._dynamo.reset()
 
 
 def test_the_debug_flavor_equals_the_oracle():
@@ -151,7 +207,7 @@ def test_the_nearest_key_has_most_weight():
 
 
 @pytest.mark.parametrize("S", [64, 128, 257])
-@pytest.mark.parametrize("window", [None, 32])
+@pytest.mark.parametrize("window", [None, 32, (9, 40, None, None)])
 @pytest.mark.parametrize("packed", [False, True])
 def test_flex_attention_agrees_with_sdpa(S, window, packed):
     """The CUDA path's oracle test; FlexAttention's forward runs on CPU too."""
@@ -246,6 +302,8 @@ def test_flops_count_a_tied_head_once():
         ("nape_llama3", "debug", {"n_kv_heads": 3}, "must divide n_heads"),
         ("nape_llama3", "debug", {"dim": 100, "n_heads": 8}, "multiple of n_heads"),
         ("nape_llama3", "debug", {"sliding_window": 0}, "sliding_window = 0"),
+        ("nape_llama3", "debug", {"alibi_cutoff": -1.0}, "alibi_cutoff = -1.0: must be a number of nats of at least 0"),
+        ("nape_llama3", "debug", {"alibi_cutoff": math.nan}, "alibi_cutoff = nan"),
         ("nape_llama3", "debug", {"p": 1.0}, r"p = 1.0: must be in \[0, 1\)"),
     ],
 )

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from regdrop_titan.models import alibi_slopes, nape_slopes
-from regdrop_titan.models.positions import attention_bias, document_ids, rotary_table
+from regdrop_titan.models.positions import attention_bias, document_ids, head_slopes, head_windows, rotary_table
 
 CPU = torch.device("cpu")
 
@@ -42,6 +42,19 @@ def test_window_counts_its_own_key(window):
     """Query i sees min(i+1, W) keys (report A1)."""
     visible = (attention_bias(None, window, 8, CPU)[0, 0] > -torch.inf).sum(1)
     assert visible.tolist() == [min(i + 1, window) for i in range(8)]
+
+
+def test_heads_see_what_the_cutoff_leaves():
+    """A key at distance d iff slope d <= cutoff: with the inverse slopes no head looks back further than 240 tokens."""
+    windows = head_windows(head_slopes("nape", "inverse", 12), 40.0, None)
+    assert windows == (41, 81, 121, 161, 201, 241) + 6 * (None,)
+    assert head_windows((1.0, 0.5, 0.0), 4.0, 6) == (5, 6, 6)
+    assert head_windows((1.0, 0.5, 0.0), 4.0, None, length=9) == (5, None, None)
+    assert head_windows((1.0, 0.5), 0.0, None) is head_windows(None, 40.0, None) is None
+    seen = attention_bias((1.0, 0.5, 0.0), (5, 9, None), 20, CPU)[0] > -torch.inf
+    distance = torch.arange(20)[:, None] - torch.arange(20)
+    for head, slope in enumerate((1.0, 0.5, 0.0)):
+        assert torch.equal(seen[head], (distance >= 0) & (slope * distance <= 4.0))
 
 
 def test_caches_follow_the_length():
