@@ -9,12 +9,14 @@
     python scripts/benchmark.py loss
     python scripts/benchmark.py attention [--checkpoint DIR --data SET --lengths 2048 65536]
     python scripts/benchmark.py data [--tokenizer DIR]
+    python scripts/benchmark.py all
 
 Variants take turns, one step each a round, so that a drift of the machine's speed meets all of them alike; a ratio is
 the median over rounds of the pairwise ratios. A dense step is forward, loss, backward and a fused AdamW update; a
 layer-dropout or mamba2 step is forward and backward of a stack of blocks; a generation step reads prompts and writes
 greedy answers with a cache; a loss step is forward and backward of head and loss, an attention step of one attention
-layer. The data benchmark sets preparation beside the bare tokenizer, and reads a packed set as training does.
+layer. The data benchmark sets preparation beside the bare tokenizer, and reads a packed set as training does. `all`
+runs those whose ratios have a bound, and ends with status 1 where one is above its own.
 """
 
 import argparse
@@ -27,6 +29,7 @@ import platform
 import resource
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -532,6 +535,58 @@ def plot_stragglers(rows: list[dict], file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """What a figure of a benchmark may be at most, on 2 cores."""
+
+    verb: str
+    options: tuple[str, ...]
+    row: str
+    most: float
+    figure: str = "ratio"
+
+
+BOUNDS = (
+    Bound("dense", (), "rope", 1.02),  # TorchTitan's llama3 at equal size
+    Bound("dense", (), "nape vpad", 1.08),  # NAPE without dropout
+    Bound("dense", ("--compile",), "rope", 1.02),
+    Bound("dense", ("--compile",), "nape vpad", 1.04),
+    Bound("layer-dropout", (), "skipped 0.5 balanced", 0.55),  # the dense stack
+    Bound("mamba2", (), "ours, chunk 256", 1.0),  # transformers
+    Bound("generation", ("--batch-size", "1"), "ours / transformers", 1.0),
+    Bound("generation", ("--batch-size", "1", "--family", "mamba2"), "ours / transformers", 1.0),
+    Bound("attention", (), "nape, cut / nape, whole", 0.6),
+    Bound("attention", (), "nape, cut / causal", 1.0),
+    Bound("loss", (), "4 pieces", 0.25, "peak_ratio"),
+)
+
+
+def run_all(arguments: argparse.Namespace) -> dict:
+    """All that have a bound, one after another; status 1 where a figure is above its own. About 20 minutes, in which
+    nothing else should run."""
+    folder = arguments.output.parent / "benchmark_all"
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = list(dict.fromkeys((bound.verb, bound.options) for bound in BOUNDS))
+    found: dict[tuple[str, tuple[str, ...]], dict] = {}
+    for number, (verb, options) in enumerate(runs):
+        if arguments.only and verb not in arguments.only:
+            continue
+        print(f"[{number + 1}/{len(runs)}] {verb} {' '.join(options)}", flush=True)
+        file = folder / ("_".join([verb, *options]).replace("--", "") + ".json")
+        command = [sys.executable, __file__, verb, *options, *arguments.options, "--output", str(file)]
+        subprocess.run(command, check=True)
+        found[verb, options] = json.loads(file.read_text())["rows"]
+    rows = {}
+    print(f"{'figure':<64}{'found':>8}{'at most':>9}")
+    for bound in BOUNDS:
+        if (bound.verb, bound.options) in found:
+            value = found[bound.verb, bound.options][bound.row][bound.figure]
+            name = " ".join([bound.verb, *bound.options, bound.row])
+            rows[name] = {bound.figure: value, "at_most": bound.most, "held": value <= bound.most}
+            print(f"{name:<64}{value:>8.3f}{bound.most:>9.2f}{'' if value <= bound.most else '   above its bound'}")
+    return {"rows": rows}
+
+
 def bare_tokenizer(path: Path | str, texts: list[str]) -> int:
     """The tokens of `texts`, by the tokenizer library's plain call, one text after another in one thread."""
     tokenizer = load_tokenizer(path)
@@ -654,6 +709,7 @@ def loss(arguments: argparse.Namespace) -> dict:
         if process.exitcode:
             raise SystemExit(f"{name}: its process ended with {process.exitcode}; too little memory? See --skip-whole")
         rows[name] = {"peak_mib": result.value / 2**20}
+        rows[name]["peak_ratio"] = rows[name]["peak_mib"] / next(iter(rows.values()))["peak_mib"]
         print(f"{name}: at most {rows[name]['peak_mib']:,.0f} MiB", flush=True)
     seconds = time_rounds(
         {name: loss_step(arguments, n, tokens) for name, n in pieces.items()}, arguments.rounds, arguments.warmup
@@ -747,6 +803,12 @@ def main() -> int:
     command.add_argument("--rounds", type=int, default=5, help=" ")
     command.add_argument("--output", type=Path, default=Path("outputs/benchmark_data.json"), help="result file")
     command.set_defaults(run=data)
+    command = commands.add_parser("all", help=run_all.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    verbs_of_all = sorted({bound.verb for bound in BOUNDS})
+    command.add_argument("--only", nargs="+", choices=verbs_of_all, default=[], metavar="VERB", help="of them")
+    command.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="the rest: options of every verb")
+    command.add_argument("--output", type=Path, default=Path("outputs/benchmark_all.json"), help="result file")
+    command.set_defaults(run=run_all, rounds=2)
     arguments = parser.parse_args()
     if arguments.rounds < 2:
         parser.error("--rounds: quartiles need at least 2")
@@ -767,7 +829,8 @@ def main() -> int:
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(result, indent=2) + "\n")
     print(f"wrote {arguments.output}")
-    return 0
+    held = arguments.run is not run_all or all(row["held"] for row in result["rows"].values())
+    return 0 if held else 1
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +67,29 @@ def test_generation_benchmark(tmp_path, script):
     result = json.loads(out.read_text())
     assert result["same_tokens"] and set(result["rows"]) == {"ours / transformers", "in pieces / one forward"}
     assert len(result["seconds"]["ours"]) == 2
+
+
+def test_all_benchmarks(tmp_path, monkeypatch, script, capsys):
+    """The verbs that are named run with their options; a figure above its bound is told, with status 1."""
+    ran = []
+
+    def run(command, check):
+        ran.append(command[2:-2])
+        ours = 0.8 if len(ran) == 1 else 1.1
+        rows = {"ours / transformers": {"ratio": ours}}
+        Path(command[-1]).write_text(json.dumps({"rows": rows}))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    arguments = ["all", "--only", "generation", "--output", str(tmp_path / "all.json"), "--options", "--rounds", "3"]
+    assert script("benchmark", *arguments) == 1
+    assert ran == [
+        ["generation", "--batch-size", "1", "--rounds", "3"],
+        ["generation", "--batch-size", "1", "--family", "mamba2", "--rounds", "3"],
+    ]
+    out = capsys.readouterr().out
+    assert out.count("above its bound") == 1
+    rows = json.loads((tmp_path / "all.json").read_text())["rows"]
+    assert [row["held"] for row in rows.values()] == [True, False]
 
 
 def test_loss_benchmark(tmp_path):

@@ -235,7 +235,7 @@ def test_compiled_blocks_write_the_same(name, monkeypatch):
 def test_finished_rows_leave():
     """Rows that end early do not change what the others write, with and without a draft, for states too."""
     ends = [3, 10, 1, 6]
-    for name in ("nape documents", "hybrid", "smollm3 window"):
+    for name in ("nape documents", "nape cut", "hybrid", "smollm3 window"):
         model, tokens = model_and_tokens(name, 4, 30)
         alone = [generate(model, [prompt], 10)[0][0].tolist() for prompt in prompts_of(tokens)]
         sizes = []
