@@ -690,7 +690,7 @@ def test_the_papers_sweeps(file):
     sweep = read_sweep(file)
     seed = sweep.runs[0].values.get("training.seed")
     _, invalid = sweep_runs.check([r for r in sweep.runs if r.values.get("training.seed") == seed], sweep.processes)
-    assert invalid == {} and len(sweep.runs) >= 7
+    assert invalid == {} and len(sweep.runs) >= 2
     head = file.read_text().split("\n\n")[0]
     assert f"scripts/sweep.py sweeps/{file.name}" in head and f"outputs/sweeps/{file.stem}" in head
     assert sweep.folder == Path("outputs/sweeps") / file.stem
