@@ -719,7 +719,7 @@ def loss(arguments: argparse.Namespace) -> dict:
     for name, row in rows.items():
         middle, low, high = ratio(seconds, name, base)
         row |= {"seconds": statistics.median(seconds[name]), "ratio": middle, "quartiles": [low, high]}
-        figures = f"{row['peak_mib']:>10,.0f}{rows[base]['peak_mib'] / row['peak_mib']:>16.2f}{row['seconds']:>9.2f}"
+        figures = f"{row['peak_mib']:>10,.0f}{1 / row['peak_ratio']:>16.2f}{row['seconds']:>9.2f}"
         print(f"{name:<12}{figures}   {middle:.3f} [{low:.3f}, {high:.3f}]")
     return {"rows": rows, "seconds": seconds}
 

@@ -185,21 +185,18 @@ class Cache:
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Forget all sequences but these, in this order."""
-        if list(rows) == list(range(self.batch)):
+        kept = list(rows)
+        if kept == list(range(self.batch)):
             return
-
-        def of(t: Tensor) -> Tensor:
-            return t[torch.tensor(rows, device=t.device)]
-
-        self.batch, self.lengths = len(rows), [self.lengths[row] for row in rows]
+        self.batch, self.lengths = len(kept), [self.lengths[row] for row in kept]
         for layer in self.layers.values():
-            layer.keys, layer.values = of(layer.keys), of(layer.values)
+            layer.keys, layer.values = layer.keys[kept], layer.values[kept]
         for slots in self.slots.values():
-            slots.positions, slots.documents = of(slots.positions), of(slots.documents)
+            slots.positions, slots.documents = slots.positions[kept], slots.documents[kept]
         for name, state in self.states.items():
-            self.states[name] = State(of(state.conv_x), of(state.conv_bc), of(state.scan))
+            self.states[name] = State(state.conv_x[kept], state.conv_bc[kept], state.scan[kept])
         if self.document is not None and self.next_document is not None:
-            self.document, self.next_document = of(self.document), of(self.next_document)
+            self.document, self.next_document = self.document[kept], self.next_document[kept]
 
     @property
     def has_states(self) -> bool:

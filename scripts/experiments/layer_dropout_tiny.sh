@@ -5,15 +5,8 @@
 # --jobs: runs at a time, which share the cores (default: 2). A second call does what is missing. The report (report.md,
 # CSV, PNG) goes to outputs/sweeps/layer_dropout_tiny/report.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+. "$(dirname "$0")/begin.sh"
 
-. scripts/experiments/jobs.sh
-. scripts/venv.sh
-
-# once, before runs start side by side; by -c: from standard input the processes that tokenize would look for a file
-python -c 'from pathlib import Path
-from regdrop_titan.data.stdlib_corpus import build_stdlib_corpus
-build_stdlib_corpus(Path("data/stdlib"))'
 status=0
 python scripts/sweep.py sweeps/layer_dropout_tiny.toml --run local --jobs "$jobs" || status=$?
 ((status <= 1)) || exit "$status" # stopped, or could not start

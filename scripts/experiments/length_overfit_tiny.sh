@@ -6,15 +6,8 @@
 # --jobs: runs at a time, which share the cores (default: 2). A second call does what is missing. The figures, their table
 # (length_overfit.md) and numbers (length_overfit.json) go to outputs/sweeps/length_overfit_tiny.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+. "$(dirname "$0")/begin.sh"
 
-. scripts/experiments/jobs.sh
-. scripts/venv.sh
-
-# by -c: from standard input the processes that tokenize would look for a file
-python -c 'from pathlib import Path
-from regdrop_titan.data.stdlib_corpus import build_stdlib_corpus
-build_stdlib_corpus(Path("data/stdlib"))'
 if [ ! -f data/stdlib_tenth/manifest.json ]; then # every tenth training module: small enough for several epochs
     awk 'NR % 10 == 1' data/stdlib/text/train.jsonl >data/stdlib/text/tenth.jsonl
     python scripts/prepare_data.py --input data/stdlib/text/tenth.jsonl --tokenizer data/stdlib/tokenizer.json \

@@ -6,15 +6,8 @@
 # run on the machine then. A second call does what is missing, and times again. The table (self_speculation.md), its numbers
 # (.json) and figure (.png) go to outputs/sweeps/self_speculation_tiny.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+. "$(dirname "$0")/begin.sh"
 
-. scripts/experiments/jobs.sh
-. scripts/venv.sh
-
-# by -c: from standard input the processes that tokenize would look for a file
-python -c 'from pathlib import Path
-from regdrop_titan.data.stdlib_corpus import build_stdlib_corpus
-build_stdlib_corpus(Path("data/stdlib"))'
 for part in train validation; do
     python scripts/prepare_data.py --input "data/stdlib/text/$part.jsonl" --tokenizer bytes --output "data/stdlib_bytes/$part"
 done
