@@ -1,0 +1,109 @@
+"""`benchmark.py layer-dropout`: stacks of blocks that skip sequences."""
+
+import argparse
+import itertools
+import os
+import statistics
+
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from ..models import Decoder, build_model
+from ..regularization import keep_mask
+from .timing import Step, add_sizes, compile_blocks, ratio, synchronize, time_rounds
+
+NAME = "layer-dropout"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_sizes(parser, dim=512, layers=6, seq_len=512, batch_size=8, rounds=11, warmup=2)
+    parser.add_argument("--compile", action="store_true", help="compile each block")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75], help="drop rates")
+    parser.add_argument("--position", choices=("nape", "rope"), default="nape", help="positions")
+
+
+def stack_of_blocks(d: int, n_layers: int, position: str, **overrides) -> Decoder:
+    """A decoder whose embedding and head are next to nothing."""
+    return build_model(
+        "nape_llama3", "debug", dim=d, n_layers=n_layers, n_heads=d // 64, n_kv_heads=d // 64, ffn_dim=4 * d,
+        vocab_size=64, position=position, **overrides,
+    )  # fmt: skip
+
+
+def measure(arguments: argparse.Namespace) -> dict:
+    """A stack of blocks: dense, masked and skipped, by rate and sampling; several ranks run under FSDP2."""
+    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else None
+    device = device or torch.device("cpu")
+    d, L, S, B = arguments.dim, arguments.layers, arguments.seq_len, arguments.batch_size
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def stack(**overrides) -> torch.nn.Module:
+        model = stack_of_blocks(d, L, arguments.position, **overrides).to(device, dtype)
+        if arguments.compile:
+            compile_blocks(model)
+        if world_size > 1:
+            for block in model.layers.values():
+                fully_shard(block)
+                if device.type == "cpu":
+                    block.set_force_sum_reduction_for_comms(True)
+        return model
+
+    if world_size > 1:
+        torch.distributed.init_process_group()
+    skipping, masking = stack(), stack(skip_compute=False)
+    x = torch.randn(B, S, d, device=device, dtype=dtype, requires_grad=True)
+    kept_rows: dict[str, list[float]] = {}
+
+    def step(name: str, model: torch.nn.Module, rate: float | None, sampling: str) -> Step:
+        kept_rows[name] = []
+        rounds = itertools.count()
+
+        def run() -> None:
+            keep = None
+            if rate is not None:
+                rates = torch.full((L,), rate, dtype=torch.float64)
+                keep = keep_mask(rates, B * world_size, seed=0, step=next(rounds), sampling=sampling, group=B)
+                keep = keep[rank * B : (rank + 1) * B]
+                kept_rows[name].append(keep.double().mean().item())
+            h = x
+            kept = model.kept(x, keep, None if rate is None else [1 / (1 - rate)] * L)
+            for own, block in zip(kept, model.layers.values(), strict=True):
+                h = block(h, block.context(S, device, None), own)
+            h.sum().backward()
+            for parameter in model.parameters():
+                parameter.grad = None
+            if world_size > 1:
+                torch.distributed.barrier()
+            synchronize()
+
+        return run
+
+    steps = {"dense": step("dense", skipping, None, "")}
+    for rate in arguments.rates:
+        if rate == 0.5:
+            steps["masked 0.5"] = step("masked 0.5", masking, rate, "bernoulli")
+        for sampling in ("bernoulli", "balanced") if rate else ("bernoulli",):
+            name = f"skipped {rate} {sampling}"
+            steps[name] = step(name, skipping, rate, sampling)
+    seconds = time_rounds(steps, arguments.rounds, arguments.warmup)
+    rows = {}
+    if rank == 0:
+        print(f"{'variant':<24}{'ms a step':>11}   ratio [quartiles] to dense   computed   time / compute saved")
+    for name in steps:
+        middle, low, high = ratio(seconds, name, "dense")
+        kept = statistics.fmean(kept_rows[name][arguments.warmup :]) if kept_rows[name] else 1.0
+        rows[name] = {
+            "seconds": statistics.median(seconds[name]),
+            "ratio": middle,
+            "quartiles": [low, high],
+            "kept": kept,
+        }
+        saved = f"{(1 - middle) / (1 - kept):.2f}" if kept < 1 else ""
+        if rank == 0:
+            milliseconds = 1000 * rows[name]["seconds"]
+            print(f"{name:<24}{milliseconds:>11.1f}   {middle:.3f} [{low:.3f}, {high:.3f}]{kept:>18.3f}{saved:>23}")
+    if world_size > 1:
+        torch.distributed.destroy_process_group()
+    sizes = {"dim": d, "layers": L, "seq_len": S, "batch_size": B, "position": arguments.position}
+    return {"rows": rows, "seconds": seconds, "ranks": world_size, "sizes": sizes}

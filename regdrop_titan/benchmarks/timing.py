@@ -1,0 +1,55 @@
+"""Variants that take turns, and the ratios of their times."""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+Step = Callable[[], object]
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Each block by itself, as training does it."""
+    for name, block in model.get_submodule("layers").named_children():
+        model.get_submodule("layers").register_module(name, cast(nn.Module, torch.compile(block, fullgraph=True)))
+
+
+def synchronize() -> None:
+    """Wait for the device, so that a time is that of the work and not of its start."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def add_sizes(parser: argparse.ArgumentParser, **sizes: int) -> None:
+    """Whole-number options with their defaults; `--rounds` and `--warmup` are among them."""
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=" ")
+
+
+def time_rounds(steps: dict[str, Step], rounds: int, warmup: int) -> dict[str, list[float]]:
+    """Seconds of each variant's step, by round."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for round_ in tqdm(range(warmup + rounds), desc="rounds", unit="round", disable=os.environ.get("RANK", "0") != "0"):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            if round_ >= warmup:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratio(seconds: dict[str, list[float]], name: str, base: str) -> tuple[float, float, float]:
+    """Median, lower and upper quartile over rounds of variant `name`'s time over `base`'s."""
+    ratios = [a / b for a, b in zip(seconds[name], seconds[base], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return middle, low, high
