@@ -3,12 +3,10 @@
 Layer dropout acts on the block (or on each sublayer) from outside: it chooses the rows that go in.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from ..regularization import inverted_dropout, vpad
+from ..regularization.dropout import inverted_dropout, vpad_each
 from ..regularization.layer_dropout import Kept, scaled, skip
 from .args import DecoderArgs
 from .attention import Attention, AttentionContext
@@ -59,18 +57,11 @@ class Residual(nn.Module):
             case "pre_norm":
                 return inverted_dropout(self.inner(h, **context), p)
             case "pre_linear":
-                return self.inner(*self.masked(inverted_dropout, h, p), **context)
+                return self.inner(*(inverted_dropout(h, p) for _ in range(self.n_masks)), **context)
             case "vpad":
-                return self.inner(*self.masked(self.vpad, h, p), **context)
+                return self.inner(*vpad_each(h, p, self.n_masks, self.stop_gradient), **context)
             case unknown:
                 raise ValueError(f"unknown dropout placement {unknown!r}")
-
-    def vpad(self, h: Tensor, p: float | Tensor) -> Tensor:
-        return vpad(h, p, stop_gradient=self.stop_gradient)
-
-    def masked(self, drop: Callable[..., Tensor], h: Tensor, p: float | Tensor) -> list[Tensor]:
-        """The inner layer's input under one mask, or one input a projection, each under its own mask."""
-        return [drop(h, p) for _ in range(self.n_masks)]
 
 
 class Block(nn.Module):

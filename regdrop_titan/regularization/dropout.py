@@ -9,6 +9,7 @@ is a function of seed, step, micro-batch and rank.
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # Below this variance a token counts as constant. The bound keeps every intermediate of alpha's gradient
 # finite in fp32; a normalised token is far above it, an all-zero or constant one at or near 0.
@@ -48,6 +49,20 @@ def inverted_dropout(x: Tensor, p: float | Tensor, keep: Tensor | None = None) -
     return x * keep * (1.0 / (1.0 - p))
 
 
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Variance and mean of each token over its channels, (..., 1), in fp32 at least."""
+    return torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), -1, correction=0, keepdim=True)
+
+
+def _alpha(var: Tensor, mu: Tensor, p: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """alpha, 0 for constant tokens; and the `var` and `var + p mu^2` to divide by, of which no constant token makes a
+    0/0 or 1/0, in the value or in a gradient."""
+    varies = var > _MIN_VARIANCE
+    safe_var = torch.where(varies, var, 1.0)
+    second_moment = safe_var + p * mu.square()
+    return torch.where(varies, torch.sqrt(safe_var / ((1.0 - p) * second_moment)), 0.0), safe_var, second_moment
+
+
 def vpad_coefficients(x: Tensor, p: float | Tensor) -> tuple[Tensor, Tensor]:
     """VPAD's affine correction of each token (LG eq. of sec. 4).
 
@@ -63,14 +78,46 @@ def vpad_coefficients(x: Tensor, p: float | Tensor) -> tuple[Tensor, Tensor]:
         beta = mu, so that `z = mu`; an all-zero token has 0 and 0.
     """
     _check_rate(p)
-    var, mu = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), -1, correction=0, keepdim=True)
-    varies = var > _MIN_VARIANCE
-    # The masked value 1 keeps sqrt and its gradient away from 0/0 and 1/0 in constant tokens.
-    safe_var = torch.where(varies, var, 1.0)
-    alpha = torch.sqrt(safe_var / ((1.0 - p) * (safe_var + p * mu.square())))
-    alpha = torch.where(varies, alpha, 0.0)
-    beta = mu * (1.0 - alpha * (1.0 - p))
-    return alpha, beta
+    var, mu = _moments(x)
+    alpha, _, _ = _alpha(var, mu, p)
+    return alpha, mu * (1.0 - alpha * (1.0 - p))
+
+
+class _Vpad(torch.autograd.Function):
+    """`alpha b x + beta` for each of several masks `b`. Written out, forward and backward take half of the passes over
+    the activations that autograd takes, and keep the input and the masks only. The compiler fuses either form with the
+    norm into one kernel a direction, and then keeps no more than the masks."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, p: float | Tensor, stop_gradient: bool, *keeps: Tensor) -> tuple[Tensor, ...]:
+        var, mu = _moments(x)
+        alpha, _, _ = _alpha(var, mu, p)
+        beta = mu * (1.0 - alpha * (1.0 - p))
+        ctx.save_for_backward(x, var, mu, *keeps)
+        ctx.p, ctx.stop_gradient = p, stop_gradient
+        return tuple((x * keep).to(alpha.dtype).mul_(alpha).add_(beta).to(x.dtype) for keep in keeps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x, var, mu, *keeps = ctx.saved_tensors
+        p: float | Tensor = ctx.p
+        alpha, safe_var, second_moment = _alpha(var, mu, p)
+        grad, total = upstream[0] * keeps[0], upstream[0].sum(-1, keepdim=True, dtype=var.dtype)
+        for g, keep in zip(upstream[1:], keeps[1:], strict=True):
+            grad = grad + g * keep
+            total = total + g.sum(-1, keepdim=True, dtype=var.dtype)
+        grad = grad.to(var.dtype)
+        if ctx.stop_gradient:
+            return (grad * alpha).to(x.dtype), None, None, *(None for _ in keeps)
+        of_alpha = (grad * x).sum(-1, keepdim=True) - (1.0 - p) * mu * total
+        # d alpha / d var = alpha/2 (1/var - 1/second_moment), and d alpha / d mu = -alpha p mu / second_moment
+        of_var = of_alpha * alpha * 0.5 * (p * mu.square() / second_moment) / safe_var
+        of_mu = total * (1.0 - alpha * (1.0 - p)) - of_alpha * alpha * p * mu / second_moment
+        # d var / d x = 2 (x - mu) / d, d mu / d x = 1 / d
+        slope = of_var * (2.0 / x.shape[-1])
+        grad = grad.mul_(alpha).addcmul_(slope, x.to(var.dtype)).add_(of_mu / x.shape[-1] - slope * mu)
+        return grad.to(x.dtype), None, None, *(None for _ in keeps)
 
 
 def vpad(x: Tensor, p: float | Tensor, keep: Tensor | None = None, stop_gradient: bool = False) -> Tensor:
@@ -93,7 +140,12 @@ def vpad(x: Tensor, p: float | Tensor, keep: Tensor | None = None, stop_gradient
     _check_rate(p)
     if not isinstance(p, Tensor) and p == 0.0:
         return x
-    if keep is None:
-        keep = _draw_keep(x, p)
-    alpha, beta = vpad_coefficients(x.detach() if stop_gradient else x, p)
-    return torch.addcmul(beta, alpha, (x * keep).to(alpha.dtype)).to(x.dtype)
+    return _Vpad.apply(x, p, stop_gradient, _draw_keep(x, p) if keep is None else keep)[0]
+
+
+def vpad_each(x: Tensor, p: float | Tensor, n: int, stop_gradient: bool = False) -> tuple[Tensor, ...]:
+    """`vpad` of `x` under `n` masks of their own, whose statistics are taken once. Arguments as `vpad`'s."""
+    _check_rate(p)
+    if not isinstance(p, Tensor) and p == 0.0:
+        return (x,) * n
+    return _Vpad.apply(x, p, stop_gradient, *(_draw_keep(x, p) for _ in range(n)))

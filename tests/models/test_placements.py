@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._inductor.utils import run_fw_bw_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 from regdrop_titan.models import build_model
@@ -152,3 +153,45 @@ def test_compiled_dropout_follows_p_and_mode(placement):
         assert ((mean_update(8)[1] == 0).double().mean() - 0.1).abs() < 0.01
     residual.p = 0.0
     torch.testing.assert_close(compiled(x), dense, rtol=1e-4, atol=1e-5)
+
+
+def saved_bytes(module, x):
+    """What a forward keeps for its backward beside the parameters and its input."""
+    own = {p.untyped_storage().data_ptr() for p in [*module.parameters(), x]}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = module(x)
+    return out, sum(kept.values())
+
+
+def test_vpad_costs_a_compiled_model_no_kernel_and_one_byte_a_channel():
+    """Norm, mask (drawn inside, as on a GPU) and affine are the norm's own kernel, forward and backward; of the dropout
+    the mask is kept, and two numbers a token."""
+    x = torch.randn(2, 64, 32, requires_grad=True)
+    kernels, kept = {}, {}
+    for placement in ("none", "vpad"):
+        torch._dynamo.reset()
+        residual = torch.compile(model(placement=placement, p=0.1).layers["0"].feed_forward, fullgraph=True)
+
+        def forward(residual=residual, placement=placement):
+            out, kept[placement] = saved_bytes(residual, x)
+            return out
+
+        with torch._inductor.config.patch(fallback_random=False, fx_graph_cache=False):
+            _, code = run_fw_bw_and_get_code(forward)
+        kernels[placement] = [part.count("async_compile.cpp_pybinding") for part in code]
+    assert kernels["vpad"] == kernels["none"] == [2, 2]  # the norm's, and that of the product of gate and up
+    assert kept["vpad"] - kept["none"] == x.numel() + 2 * 4 * 2 * 64
+
+
+def test_vpad_keeps_its_input_and_mask_in_an_eager_model():
+    x = torch.randn(2, 64, 32, requires_grad=True)
+    kept = {p: saved_bytes(model(placement=p, p=0.1).layers["0"].feed_forward, x)[1] for p in ("none", "vpad")}
+    assert kept["vpad"] - kept["none"] == x.numel() + 4 * x.numel() + 2 * 4 * 2 * 64

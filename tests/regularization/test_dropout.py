@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from regdrop_titan.regularization import inverted_dropout, vpad, vpad_coefficients
+from regdrop_titan.regularization.dropout import vpad_each
 
 D = 4096
 
@@ -85,6 +86,28 @@ def test_gradients_flow_through_the_coefficients_unless_stopped(x, keep):
     expected = torch.autograd.grad((alpha * keep * x + beta).square().sum(), x)
     torch.testing.assert_close(stopped[0], expected[0], rtol=1e-12, atol=1e-12)
     assert not torch.allclose(through[0], stopped[0], rtol=1e-2)
+
+
+@pytest.mark.parametrize("stop_gradient", [False, True])
+def test_masks_of_one_input_share_their_statistics(x, stop_gradient):
+    """`vpad_each` is `vpad` under each of its masks, in value and gradient, by the formula's own derivatives."""
+    x = x.double().requires_grad_()
+    weights = torch.randn(3, *x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    torch.manual_seed(4)
+    together = vpad_each(x, 0.3, 3, stop_gradient)
+    torch.manual_seed(4)
+    keeps = [torch.rand(x.shape, dtype=torch.float32) >= 0.3 for _ in range(3)]
+    alpha, beta = vpad_coefficients(x, 0.3)
+    if stop_gradient:
+        alpha, beta = alpha.detach(), beta.detach()
+    apart = [alpha * keep * x + beta for keep in keeps]
+    for a, b in zip(together, apart, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
+    got, expected = (
+        torch.autograd.grad(sum((z * w).sum() for z, w in zip(out, weights, strict=True)), x)[0]
+        for out in (together, apart)
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("drop", [inverted_dropout, vpad])
