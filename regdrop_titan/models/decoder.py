@@ -202,14 +202,18 @@ class Decoder(ModelProtocol):
         width = 2 if self.args.unit == "sublayer" else 1
         if scale is not None and len(scale) != L:
             raise ValueError(f"scale must have one factor for each of the {L} layers, got {len(scale)}")
-        # one transfer for all layers' rows, one for their scales
+        # One transfer for all layers' rows, one for their scales. Neither waits for the device, as a tensor made on it
+        # would: for all that the host has given it to do, so that it would stand idle at every forward's beginning
         dtype = torch.promote_types(h.dtype, torch.float32)
-        scales = [None] * L if scale is None else list(torch.tensor(scale, dtype=dtype, device=h.device).unbind())
+        scales: list[Tensor | None] = [None] * L
+        if scale is not None:
+            scales = list(torch.tensor(scale, dtype=dtype).to(h.device, non_blocking=True).unbind())
         B = h.shape[0]
         columns = [tuple(range(B))] * (L * width) if keep is None else keep
         if isinstance(columns, Tensor):
             columns = self.check_keep(columns, B)
-        flat = torch.tensor([row for rows in columns for row in rows], dtype=torch.int64, device=h.device)
+        flat = torch.tensor([row for rows in columns for row in rows], dtype=torch.int64)
+        flat = flat.to(h.device, non_blocking=True)
         found = []
         for column, rows in enumerate(flat.split([len(rows) for rows in columns])):
             own = Kept(scale=scales[column // width])
