@@ -4,12 +4,14 @@ import argparse
 import itertools
 import os
 import statistics
+from pathlib import Path
 
 import torch
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ..models import Decoder, build_model
 from ..regularization import keep_mask
+from .overlap import profiled
 from .timing import Step, add_sizes, compile_blocks, ratio, synchronize, time_rounds
 
 NAME = "layer-dropout"
@@ -19,6 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser, dim=512, layers=6, seq_len=512, batch_size=8, rounds=11, warmup=2)
     parser.add_argument("--compile", action="store_true", help="compile each block")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75], help="drop rates")
+    parser.add_argument(
+        "--profile", type=Path, metavar="FOLDER",
+        help="profile one more step of each variant: Chrome traces there, and how much communication is hidden",
+    )  # fmt: skip
     parser.add_argument("--position", choices=("nape", "rope"), default="nape", help="positions")
 
 
@@ -30,6 +36,18 @@ def stack_of_blocks(d: int, n_layers: int, position: str, **overrides) -> Decode
     )  # fmt: skip
 
 
+def shard(model: Decoder, device: torch.device) -> None:
+    """FSDP2 as in training: gathered block by block, in the backward pass again."""
+    for block in model.layers.values():
+        fully_shard(block)
+    fully_shard(model)
+    model.keep_on_cpu()
+    if device.type == "cpu":
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+
+
 def measure(arguments: argparse.Namespace) -> dict:
     """A stack of blocks: dense, masked and skipped, by rate and sampling; several ranks run under FSDP2."""
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
@@ -38,24 +56,21 @@ def measure(arguments: argparse.Namespace) -> dict:
     d, L, S, B = arguments.dim, arguments.layers, arguments.seq_len, arguments.batch_size
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
-    def stack(**overrides) -> torch.nn.Module:
+    def stack(**overrides) -> Decoder:
         model = stack_of_blocks(d, L, arguments.position, **overrides).to(device, dtype)
         if arguments.compile:
             compile_blocks(model)
         if world_size > 1:
-            for block in model.layers.values():
-                fully_shard(block)
-                if device.type == "cpu":
-                    block.set_force_sum_reduction_for_comms(True)
+            shard(model, device)
         return model
 
     if world_size > 1:
         torch.distributed.init_process_group()
     skipping, masking = stack(), stack(skip_compute=False)
-    x = torch.randn(B, S, d, device=device, dtype=dtype, requires_grad=True)
+    tokens = torch.randint(0, skipping.args.vocab_size, (B, S), device=device)
     kept_rows: dict[str, list[float]] = {}
 
-    def step(name: str, model: torch.nn.Module, rate: float | None, sampling: str) -> Step:
+    def step(name: str, model: Decoder, rate: float | None, sampling: str) -> Step:
         kept_rows[name] = []
         rounds = itertools.count()
 
@@ -66,11 +81,8 @@ def measure(arguments: argparse.Namespace) -> dict:
                 keep = keep_mask(rates, B * world_size, seed=0, step=next(rounds), sampling=sampling, group=B)
                 keep = keep[rank * B : (rank + 1) * B]
                 kept_rows[name].append(keep.double().mean().item())
-            h = x
-            kept = model.kept(x, keep, None if rate is None else [1 / (1 - rate)] * L)
-            for own, block in zip(kept, model.layers.values(), strict=True):
-                h = block(h, block.context(S, device, None), own)
-            h.sum().backward()
+            scale = None if rate is None else [1 / (1 - rate)] * L
+            model(tokens, keep=keep, scale=scale).sum().backward()
             for parameter in model.parameters():
                 parameter.grad = None
             if world_size > 1:
@@ -87,6 +99,9 @@ def measure(arguments: argparse.Namespace) -> dict:
             name = f"skipped {rate} {sampling}"
             steps[name] = step(name, skipping, rate, sampling)
     seconds = time_rounds(steps, arguments.rounds, arguments.warmup)
+    overlaps = {}
+    for name in steps if arguments.profile is not None else ():
+        overlaps[name] = profiled(steps[name], arguments.profile / f"{name.replace(' ', '_')}_rank{rank}.json")
     rows = {}
     if rank == 0:
         print(f"{'variant':<24}{'ms a step':>11}   ratio [quartiles] to dense   computed   time / compute saved")
@@ -103,7 +118,11 @@ def measure(arguments: argparse.Namespace) -> dict:
         if rank == 0:
             milliseconds = 1000 * rows[name]["seconds"]
             print(f"{name:<24}{milliseconds:>11.1f}   {middle:.3f} [{low:.3f}, {high:.3f}]{kept:>18.3f}{saved:>23}")
+    if rank == 0 and overlaps:
+        print(f"{'variant':<24}{'collectives':>12}{'exposed':>9}   of one more step, ms")
+        for name, overlap in overlaps.items():
+            print(f"{name:<24}{1000 * overlap['communication']:>12.1f}{1000 * overlap['exposed']:>9.1f}")
     if world_size > 1:
         torch.distributed.destroy_process_group()
     sizes = {"dim": d, "layers": L, "seq_len": S, "batch_size": B, "position": arguments.position}
-    return {"rows": rows, "seconds": seconds, "ranks": world_size, "sizes": sizes}
+    return {"rows": rows, "seconds": seconds, "ranks": world_size, "sizes": sizes, "overlaps": overlaps}
