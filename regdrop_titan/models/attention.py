@@ -9,7 +9,7 @@ and a cache keeps few keys of the first.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -60,6 +60,12 @@ class AttentionContext:
     parameters: tuple[Tensor, ...] = ()  # none that the block does not hold itself
     kept: KeyValues | None = None  # of this layer, of the tokens before; takes up those of the input
     place: Place | None = None  # of the input in the cache
+    stores: tuple["HeadGroup", ...] = ()  # where the input's keys and values are kept, and not read again now
+
+    def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep k and v (B, H_kv, n, head_dim); returns all that a query may see."""
+        assert self.kept is not None and self.place is not None
+        return self.kept.store(k, v, self.place)
 
     def of_rows(self, rows: Tensor | None) -> "AttentionContext":
         """The context of some sequences of the batch: indices (n,), None for all of them."""
@@ -85,6 +91,14 @@ class HeadGroup:
     kv_heads: range
     window: int | None  # the most keys that one of them sees
     context: AttentionContext
+
+    @property
+    def of_q(self) -> slice:
+        return slice(self.heads.start, self.heads.stop)
+
+    @property
+    def of_kv(self) -> slice:
+        return slice(self.kv_heads.start, self.kv_heads.stop)
 
 
 def sdpa_attention(
@@ -347,9 +361,20 @@ class Attention(nn.Module):
             yield group
 
     def cached_context(self, cache: Cache) -> AttentionContext:
-        """The context for the forward that `cache` has begun. Always with a bias, on SDPA."""
+        """The context for the forward that `cache` has begun.
+
+        With nothing before it, that of full sequences, else with a bias, on SDPA.
+        """
         reading = cache.reading
         assert reading is not None
+        groups = self._cached_groups(cache)
+        if reading.first:
+            context = self.context(reading.positions.shape[1], reading.positions.device, reading.documents)
+            whole = HeadGroup(range(self.n_heads), range(self.n_kv_heads), self.window, AttentionContext())
+            context.stores = tuple(groups or [whole])
+            for group in context.stores:
+                group.context.place = cache.place(group.window)
+            return context
         context = AttentionContext()
         if self.position == "rope":
             context.rotary = rotary_at(reading.positions, self.head_dim, self.rope_theta, self.yarn)
@@ -357,7 +382,6 @@ class Attention(nn.Module):
             context.log_n = (reading.positions + 2).float().log()
             if self.slopes is not None and self.scaled_heads_only_nope:
                 context.scaled_heads = slope_tensor(self.slopes, reading.positions.device) == 0
-        groups = self._cached_groups(cache)
         if not groups:
             window = head_windows(self.slopes, self.cutoff, self.window)
             self._read_from(context, cache, self.window, self.slopes, window)
@@ -403,26 +427,29 @@ class Attention(nn.Module):
             kept = cache.keys_values(layer, heads, window, self.head_dim, self.wk.weight)
             return replaced(context, kept=kept)
 
-        if not shared.groups:
-            return with_kept(shared, range(self.n_kv_heads), self.window)
-        groups = (
-            replaced(group, context=with_kept(group.context, group.kv_heads, group.window)) for group in shared.groups
-        )
-        return replaced(shared, groups=tuple(groups))
+        def of_layer(groups: Iterable[HeadGroup]) -> tuple[HeadGroup, ...]:
+            return tuple(
+                [replaced(group, context=with_kept(group.context, group.kv_heads, group.window)) for group in groups]
+            )
+
+        if shared.stores:
+            return replaced(shared, stores=of_layer(shared.stores))
+        if shared.groups:
+            return replaced(shared, groups=of_layer(shared.groups))
+        return with_kept(shared, range(self.n_kv_heads), self.window)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
         """q (B, H, S, head_dim), k and v (B, H_kv, S, head_dim) -> (B, H, S, head_dim)."""
+        for group in context.stores:
+            group.context.store(k[:, group.of_kv], v[:, group.of_kv])
         if context.groups:
-            parts = []
-            for group in context.groups:
-                of_q, of_kv = (
-                    slice(group.heads.start, group.heads.stop),
-                    slice(group.kv_heads.start, group.kv_heads.stop),
-                )
-                parts.append(self.attend(q[:, of_q], k[:, of_kv], v[:, of_kv], group.context))
+            parts = [
+                self.attend(q[:, group.of_q], k[:, group.of_kv], v[:, group.of_kv], group.context)
+                for group in context.groups
+            ]
             return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        if context.kept is not None and context.place is not None:
-            k, v = context.kept.store(k, v, context.place)
+        if context.kept is not None:
+            k, v = context.store(k, v)
         dropout_p = self.attention_p if self.training else 0.0
         if self.entmax:
             return entmax15_attention(q, k, v, context, self.scale, dropout_p)

@@ -82,6 +82,7 @@ class Reading:
 
     positions: Tensor  # (B or 1, n) int64: 1 where all sequences are equally long
     end: int  # above every position
+    first: bool  # nothing was read before
     counts: Tensor | None  # (B,) int64; None: all n
     documents: Tensor | None = None  # (B, n) int32
     document_before: Tensor | None = None  # (B,) int32, of the token before
@@ -134,6 +135,7 @@ class Cache:
         reading = Reading(
             positions=torch.tensor(lengths, device=device)[:, None] + torch.arange(n, device=device),
             end=max(lengths) + n,
+            first=not any(self.lengths),
             counts=torch.tensor(real, device=device) if min(real) < n else None,
         )
         if eos_id is not None:

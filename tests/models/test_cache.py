@@ -60,6 +60,18 @@ def test_pieces_equal_the_whole(name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
+def test_the_first_piece_is_read_as_without_a_cache(name):
+    """The same operations, so bit for bit, and again after a rewind to nothing; bands and plain causal heads too."""
+    model, tokens = model_and_tokens(name, 2, 40)
+    cache = Cache(2, 60, chunk=40)
+    empty = cache.mark()
+    for n in (40, 13):
+        assert torch.equal(model(tokens[:, :n], cache=cache), model(tokens[:, :n]))
+        cache.rewind(empty)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
 def test_rows_of_different_lengths(name):
     """Sequences of 3, 17 and 26 tokens, padded on the right in pieces, then each goes on by single tokens: as alone."""
     model, tokens = model_and_tokens(name, 3, 34)
