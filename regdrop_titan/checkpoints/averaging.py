@@ -11,13 +11,13 @@ Of DCP checkpoints the mean of one model is held, and of the checkpoint that is 
 folders are averaged tensor by tensor, and no more than one output file is held. Optimizer states are not averaged.
 """
 
+import dataclasses
 import json
 import re
 import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
@@ -33,7 +33,7 @@ from torchtitan.components.checkpoint import DATALOADER, LR_SCHEDULER, OPTIMIZER
 from .. import state_passing
 from ..config.resume import CONFIG_FILE, flat
 from ..files import whole_folder, write_json
-from ..models import Decoder
+from ..models import Decoder, DecoderArgs
 from .huggingface import WEIGHTS, export_format, export_huggingface, open_safetensors, read_config
 from .loading import model_args_of, run_config
 from .safety import CheckpointError, check_complete, load_state, steps_in, survey
@@ -98,7 +98,7 @@ def _spread(steps: list[int], start: Fraction, count: int) -> list[int]:
 # Opening and comparing -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Source:
     """A checkpoint as its metadata tell it; its tensors are still on disk."""
 
@@ -112,8 +112,10 @@ class Source:
         """The settings in which checkpoints of one run are the same."""
         if self.files is not None:
             return flat({key: value for key, value in self.config.items() if key not in INCIDENTAL})
-        name = (self.config.get("model") or {}).get("name")
-        return flat({"model": {"name": name}} | {key: self.config.get(key) for key in SAME_RUN})
+        same = {key: self.config.get(key) for key in SAME_RUN}
+        # a run that was begun by an earlier version lacks later arguments, and computes by their defaults
+        same["model_args"] = dataclasses.asdict(DecoderArgs()) | (same["model_args"] or {})
+        return flat({"model": {"name": (self.config.get("model") or {}).get("name")}} | same)
 
     @property
     def size(self) -> int:

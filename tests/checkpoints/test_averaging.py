@@ -228,6 +228,20 @@ def test_the_odd_one_out_is_named(tmp_path):
     assert "step-1:" not in said.replace("step-1: is named twice", "") and "step-7:" not in said
 
 
+def test_a_run_that_an_earlier_version_began(tmp_path):
+    """Its config.json lacks an argument that came later, and whose default holds; another value than that is told."""
+    one, two, cut = (write_run(tmp_path / name, [n])[0] for n, name in enumerate(("old", "new", "cut"), start=1))
+    for folder, cutoff in (("old", None), ("cut", 5.0)):
+        file = tmp_path / folder / "config.json"
+        record = json.loads(file.read_text())
+        del record["model_args"]["alibi_cutoff"]
+        if cutoff is not None:
+            record["model_args"]["alibi_cutoff"] = cutoff
+        file.write_text(json.dumps(record))
+    average_checkpoints([one, two], tmp_path / "mean")
+    assert "has model_args.alibi_cutoff = 5.0" in refusal([one, two, cut], tmp_path / "other")
+
+
 def test_another_run(tmp_path):
     """The same sizes, but other initial weights, data or tokenizer."""
     one, two = write_run(tmp_path / "run", [1, 2])
