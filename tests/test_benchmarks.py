@@ -87,17 +87,8 @@ def test_attention(tmp_path, run, packed):
     dcp.save(model.state_dict(), checkpoint_id=str(tmp_path / "checkpoint/step-1"), no_dist=True)
     (tmp_path / "config.json").write_text(json.dumps({"model_args": dataclasses.asdict(model.args)}))
     sizes = ["--dim", "128", "--seq-len", "32", "--batch-size", "1", "--rounds", "2", "--warmup", "0"]
-    error = [
-        "--checkpoint",
-        str(tmp_path / "checkpoint"),
-        "--data",
-        str(packed / "train"),
-        "--cutoffs",
-        "1",
-        "15",
-        "40",
-    ]
-    result = run("attention", *sizes, *error, "--lengths", "200")
+    error = ["--checkpoint", str(tmp_path / "checkpoint"), "--data", str(packed / "train")]
+    result = run("attention", *sizes, *error, "--cutoffs", "1", "15", "40", "--lengths", "200")
     assert {"nape, cut / causal", "nape, cut / nape, whole", "alibi, cut / alibi, whole"} <= set(result["rows"])
     whole, cut = result["cache_bytes"]["nape 200"]  # 400 slots of 128 channels; half of the heads have 41 + 200
     assert whole == 2 * 4 * 128 * 400 and cut == 2 * 4 * 64 * (400 + 241)
@@ -263,7 +254,7 @@ def test_all_goes_on_after_a_failure(run_all, tmp_path, capsys):
     }  # fmt: skip
     error = capsys.readouterr().err
     assert "mamba2 failed with status 3:\nTraceback: ...\nMemoryError: no room for mamba2\n" in error
-    assert "| mamba2 ours, chunk 256 |  | 1.00 | failed |" in report
+    assert "| mamba2 ours, chunk 256 |  |  | 1.00 | failed |" in report
     assert "`python scripts/benchmark.py mamba2`: failed with status 3." in report
 
 
@@ -274,8 +265,8 @@ def test_only_keeps_earlier_results(run_all, tmp_path):
     (tmp_path / "benchmark_all/attention.json").write_text('{"rows": {"nape, cut / causal": {"ratio": 0.9}}}')
     result, report = run_all("--only", "loader", rows=rows)
     assert result["held"] and list(result["bounds"]) == ["loader ours"]
-    assert f"| mamba2 ours, chunk 256 | 1.700 [1.690, 1.720] | 1.00 | {ABOVE} |" in report
-    assert "| attention nape, cut / causal |  | 1.00 | not run |" in report
+    assert f"| mamba2 ours, chunk 256 | transformers | 1.700 [1.690, 1.720] | 1.00 | {ABOVE} |" in report
+    assert "| attention nape, cut / causal |  |  | 1.00 | not run |" in report
     assert "`python scripts/benchmark.py attention`: not run." in report
 
 
@@ -334,16 +325,14 @@ def test_the_report(tmp_path):
                 result | {"rows": {}, "command": "python scripts/benchmark.py stragglers"}, picture),
         Section("loss", "python scripts/benchmark.py loss", "Pieces.", "not run"),
     ]  # fmt: skip
-    figures = [Figure("generation ours", 1.0, "held", 0.8, [0.79, 0.82]), Figure("loss", 0.25, "not run")]
+    figures = [Figure("generation ours", 1.0, "held", 0.8, [0.79, 0.82], "b"), Figure("loss", 0.25, "not run")]
     report = tmp_path / "out/benchmarks.md"
     write_report(report, figures, sections)
     text = report.read_text()
-    head, generation, stragglers, loss = (part.strip() for part in text.split("\n## ")[i] for i in (0, 2, 3, 4))
-    assert (
-        "Measured on: Some CPU, 2 cores, 24 GiB; torch 2.13.0, torchtitan 0.2.2, transformers 5.0; 2 threads." in head
-    )
+    head, _, generation, stragglers, loss = (part.strip() for part in text.split("\n## "))
+    assert "on: Some CPU, 2 cores, 24 GiB; torch 2.13.0, torchtitan 0.2.2, transformers 5.0; 2 threads." in head
     assert "**GPU figures are missing**" in head and "scripts/gpu_check.sh" in head and "Not at the sizes" not in head
-    assert "| generation ours | 0.800 [0.790, 0.820] | 1.00 | held |\n| loss |  | 0.25 | not run |" in text
+    assert "| generation ours | b | 0.800 [0.790, 0.820] | 1.00 | held |\n| loss |  |  | 0.25 | not run |" in text
     assert generation.splitlines() == [
         "generation",
         "",
@@ -368,7 +357,7 @@ def test_machines_that_differ_are_told(tmp_path):
         RESULT | {"rows": {}, "command": "python scripts/benchmark.py loss --dim 128", "device": "H200"},
     ]
     sections = [Section("loss", "python scripts/benchmark.py loss", "Pieces.", "run", result) for result in results]
-    write_report(tmp_path / "report.md", [], sections)
+    write_report(tmp_path / "report.md", [Figure("loss", 0.25, "held", 0.2)], sections)
     text = (tmp_path / "report.md").read_text()
     assert text.count("Measured on: Some CPU, 2 cores") == 1 and text.count("Measured on: H200, Some CPU") == 1
     assert "GPU figures are missing" not in text

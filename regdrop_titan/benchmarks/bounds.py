@@ -24,8 +24,8 @@ Run = tuple[str, tuple[str, ...]]  # a verb and its options
 
 # every run in its order, with its expected seconds on 2 quiet cores
 RUNS: dict[Run, int] = {
-    ("dense", ()): 300,
-    ("dense", ("--compile",)): 420,
+    ("dense", ()): 240,
+    ("dense", ("--compile",)): 400,
     ("layer-dropout", ()): 200,
     ("layer-dropout", ("--compile",)): 260,
     ("mamba2", ()): 40,
@@ -33,8 +33,8 @@ RUNS: dict[Run, int] = {
     ("loss", ()): 130,
     ("generation", ("--batch-size", "1")): 25,
     ("generation", ("--batch-size", "1", "--family", "mamba2")): 30,
-    ("loader", ()): 30,
-    ("stragglers", ()): 120,
+    ("loader", ()): 25,
+    ("stragglers", ()): 90,
 }
 
 
@@ -90,31 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(arguments: argparse.Namespace) -> dict:
     """All that is set beside something else, one after another, and a report of it; status 1 where a figure is above
-    its bound or a verb fails. About 25 minutes on 2 cores, in which nothing else should run."""
+    its bound or missing. About 25 minutes on 2 cores, in which nothing else should run."""
     runs = [run for run in RUNS if not arguments.only or run[0] in arguments.only]
     check(runs, arguments)
     folder = arguments.output.parent / "benchmark_all"
     folder.mkdir(parents=True, exist_ok=True)
-    failed: dict[Run, int] = {}
-    began = time.monotonic()
-    expected = 0  # of the runs that are done
-    for number, run in enumerate(runs, 1):
-        elapsed = time.monotonic() - began
-        left = sum(RUNS[other] for other in runs[number - 1 :]) * (elapsed / expected if expected else 1)
-        print(
-            f"[{number}/{len(runs)}] {title(run)}   {minutes(elapsed)} passed, about {minutes(left)} left", flush=True
-        )
-        file = result_file(folder, run)
-        command = [sys.executable, sys.argv[0], run[0], *run[1], *arguments.options, "--output", str(file)]
-        try:
-            status, error = run_verb(command)
-        except KeyboardInterrupt:
-            interrupted(f"interrupted in {title(run)}; results of the {number - 1} runs before it are in {folder}")
-        if status:
-            failed[run] = status
-            file.unlink(missing_ok=True)  # of an earlier run
-            print(f"{title(run)} failed with status {status}:\n{error}", file=sys.stderr, flush=True)
-        expected += RUNS[run]
+    failed = run_all(runs, arguments.options, folder)
     results = {run: find_result(result_file(folder, run)) for run in RUNS}
     states = {run: "failed" if run in failed else "not run" if results[run] is None else "run" for run in RUNS}
     figures = {bound: figure_of(bound, results[bound.verb, bound.options], states) for bound in BOUNDS}
@@ -133,12 +114,34 @@ def measure(arguments: argparse.Namespace) -> dict:
     now = {bound.name: figure for bound, figure in figures.items() if (bound.verb, bound.options) in runs}
     print_figures(list(now.values()))
     print(f"wrote {arguments.report}")
-    held = not failed and all(figure.state == "held" for figure in now.values())
     return {
         "bounds": {name: dataclasses.asdict(figure) for name, figure in now.items()},
         "failed": {title(run): status for run, status in failed.items()},
-        "held": held,
+        "held": not failed and all(figure.state == "held" for figure in now.values()),
     }
+
+
+def run_all(runs: list[Run], options: list[str], folder: Path) -> dict[Run, int]:
+    """Each run's result into a file of `folder`; the exit status of those that failed."""
+    failed: dict[Run, int] = {}
+    began = time.monotonic()
+    for i, run in enumerate(runs):
+        elapsed, done = time.monotonic() - began, sum(RUNS[other] for other in runs[:i])
+        left = sum(RUNS[other] for other in runs[i:]) * (elapsed / done if done else 1)
+        times = f"{elapsed / 60:.1f} min passed, about {left / 60:.1f} min left"
+        print(f"[{i + 1}/{len(runs)}] {title(run)}   {times}", flush=True)
+        file = result_file(folder, run)
+        command = [sys.executable, sys.argv[0], run[0], *run[1], *options, "--output", str(file)]
+        try:
+            status, error = run_verb(command)
+        except KeyboardInterrupt:
+            print(f"interrupted in {title(run)}; results of the {i} runs before it are in {folder}", file=sys.stderr)
+            raise SystemExit(128 + signal.SIGINT) from None
+        if status:
+            failed[run] = status
+            file.unlink(missing_ok=True)  # of an earlier run
+            print(f"{title(run)} failed with status {status}:\n{error}", file=sys.stderr, flush=True)
+    return failed
 
 
 def check(runs: list[Run], arguments: argparse.Namespace) -> None:
@@ -192,17 +195,8 @@ def run_verb(command: list[str]) -> tuple[int, str]:
     return status, "\n".join(lines[-5:])
 
 
-def interrupted(message: str) -> NoReturn:
-    print(message, file=sys.stderr)
-    raise SystemExit(128 + signal.SIGINT)
-
-
 def title(run: Run) -> str:
     return " ".join([run[0], *run[1]])
-
-
-def minutes(seconds: float) -> str:
-    return f"{seconds / 60:.1f} min"
 
 
 def result_file(folder: Path, run: Run) -> Path:
@@ -222,7 +216,7 @@ def figure_of(bound: Bound, result: dict[str, Any] | None, states: dict[Run, str
     row = result["rows"].get(bound.row) if result else None
     if row is None:
         state = states[bound.verb, bound.options]
-        return Figure(bound.name, bound.most, "not run" if state == "run" else state)
+        return Figure(bound.name, bound.most, "not measured" if state == "run" else state)
     found = row[bound.figure]
     quartiles = row["quartiles"] if bound.figure == "ratio" else None
-    return Figure(bound.name, bound.most, "held" if found <= bound.most else ABOVE, found, quartiles)
+    return Figure(bound.name, bound.most, "held" if found <= bound.most else ABOVE, found, quartiles, row["base"])

@@ -18,7 +18,7 @@ NAME = "layer-dropout"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_sizes(parser, dim=512, layers=6, seq_len=512, batch_size=8, rounds=11, warmup=2)
+    add_sizes(parser, dim=512, layers=6, seq_len=512, batch_size=8, rounds=7, warmup=2)
     parser.add_argument("--compile", action="store_true", help="compile each block")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75], help="drop rates")
     parser.add_argument(

@@ -4,6 +4,7 @@ import argparse
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -57,12 +58,15 @@ def measure(arguments: argparse.Namespace) -> dict:
         for name, loader in loaders.items():
             inputs, labels = next(loader)
             assert inputs["input"].shape == labels.shape == (B, S), name
-        steps: dict[str, Step] = {
-            name: lambda loader=loader: list(islice(loader, arguments.batches)) for name, loader in loaders.items()
-        }
+        steps = {name: reading(loader, arguments.batches) for name, loader in loaders.items()}
         seconds = time_rounds(steps, arguments.rounds, arguments.warmup)
     rows = {name: row(seconds, name, "torchtitan") for name in steps}
     for found in rows.values():
         found["tokens_per_second"] = arguments.batches * B * S / found["seconds"]
     notes = [f"preparing the packed set, once, one worker: {prepared:.1f} s, {tokens / prepared:,.0f} tokens/s"]
     return {"rows": rows, "seconds": seconds, "notes": notes}
+
+
+def reading(loader: Iterator, batches: int) -> Step:
+    """The next `batches` of a loader."""
+    return lambda: list(islice(loader, batches))

@@ -15,13 +15,19 @@ ABOVE = "ABOVE"
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure that has a bound; `state`: "held", ABOVE, "failed" or "not run"."""
+    """A figure that has a bound.
+
+    Args:
+        state: "held", ABOVE, "failed", "not run", or "not measured" where the run's options left it out.
+        base: what the ratio is to.
+    """
 
     name: str
     most: float
     state: str
     found: float | None = None
     quartiles: list[float] | None = None
+    base: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,9 +52,10 @@ def figures_table(figures: Sequence[Figure]) -> list[Line]:
     return [
         {
             "figure": figure.name,
+            "to": figure.base,
             "found": "" if figure.found is None else with_quartiles(figure.found, figure.quartiles),
             "at most": f"{figure.most:.2f}",
-            "": figure.state,
+            "state": figure.state,
         }
         for figure in figures
     ]
@@ -152,12 +159,15 @@ def plot_figures(figures: Sequence[Figure], file: Path) -> None:
         if figure.quartiles:
             axes.plot(figure.quartiles, [y, y], color=color, linewidth=2, alpha=0.5)
         axes.plot(figure.found, y, "o", color=color, markersize=5)
+        axes.text(
+            1.01, y, f"{figure.found:.3f}", va="center", fontsize=8, color=color, transform=axes.get_yaxis_transform()
+        )
     axes.plot([], [], "o", color=held, label="found: median over rounds, line between the quartiles")
     axes.plot([], [], "o", color=above, label="found, above its bound")
     axes.plot([], [], color=bound, linewidth=2, label="at most")
     axes.set_yticks(range(len(figures)), [figure.name for figure in figures], fontsize=8)
     axes.set(ylim=(len(figures) - 0.4, -0.6), xlabel="ratio")
-    axes.set_xlim(left=0)
+    axes.set_xlim(left=-0.02)
     axes.grid(axis="x", alpha=0.3)
     drawing.legend(loc="outside lower center", ncols=3, fontsize=8)
     drawing.savefig(file, dpi=130)
