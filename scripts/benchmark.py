@@ -92,7 +92,10 @@ def command_line(words: list[str]) -> str:
     if "--output" in words:
         place = words.index("--output")
         words = words[:place] + words[place + 2 :]
-    return " ".join(["python", "scripts/benchmark.py", *words])
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    return " ".join(
+        ["python" if ranks == "1" else f"torchrun --nproc_per_node={ranks}", "scripts/benchmark.py", *words]
+    )
 
 
 if __name__ == "__main__":

@@ -31,6 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(arguments: argparse.Namespace) -> dict:
     """Attention layers whose ALiBi heads are cut (architecture.alibi_cutoff) beside those with the whole bias and plain
     causal ones: time, the cache's memory, and with --checkpoint the error of its logits."""
+    errors = {}
+    notes = []
+    if arguments.checkpoint is not None:  # first, since it may not be there
+        for length in arguments.lengths:
+            errors[length] = cut_error(arguments.checkpoint, arguments.data, length, arguments.cutoffs)
+            for cutoff, (error, largest) in errors[length].items():
+                notes.append(
+                    f"{length} tokens, cut at {cutoff:g} nats: logits of up to {largest:.1f} differ by {error:.1e}"
+                )
     device = default_device()
     d, S = arguments.dim, arguments.seq_len
     x = torch.randn(arguments.batch_size, S, d, device=device, requires_grad=True)
@@ -67,7 +76,7 @@ def measure(arguments: argparse.Namespace) -> dict:
         "alibi, cut": step_of(**alibi, alibi_cutoff=arguments.cutoff),
     }
     seconds = time_rounds(steps, arguments.rounds, arguments.warmup)
-    rows, notes = {}, []
+    rows = {}
     for name in steps:
         uncut = name.replace("cut", "whole")
         for base in ["causal"] + [uncut] * (uncut != name):
@@ -88,14 +97,6 @@ def measure(arguments: argparse.Namespace) -> dict:
                 f"cache of a layer, {position}, {length} tokens: whole {whole:.1f} MiB, cut {cut:.1f} MiB, "
                 f"{cut / whole:.3f} of it"
             )
-    errors = {}
-    if arguments.checkpoint is not None:
-        for length in arguments.lengths:
-            errors[length] = cut_error(arguments.checkpoint, arguments.data, length, arguments.cutoffs)
-            for cutoff, (error, largest) in errors[length].items():
-                notes.append(
-                    f"{length} tokens, cut at {cutoff:g} nats: logits of up to {largest:.1f} differ by {error:.1e}"
-                )
     return {"rows": rows, "seconds": seconds, "cache_bytes": memory, "errors": errors, "notes": notes}
 
 

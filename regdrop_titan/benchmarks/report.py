@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..reports.cells import markdown
-from .results import Line, cell, print_table, table, with_quartiles
+from .results import Line, print_table, table, with_quartiles
 
 ABOVE = "ABOVE"
 
@@ -95,7 +95,7 @@ def _header(sections: Sequence[Section], machines: list[str]) -> list[str]:
         "",
     ]
     if other:
-        lines += [f"**Not at the sizes of the bounds**, see the commands: {', '.join(other)}.", ""]
+        lines += [f"**Run with other options than the bounds are for**, see the commands: {', '.join(other)}.", ""]
     if all(result["device"].startswith("CPU") for result in results):
         lines += ["**GPU figures are missing**: no GPU was at hand. `scripts/gpu_check.sh` makes them.", ""]
     return lines
@@ -107,7 +107,7 @@ def machine_line(result: dict[str, Any]) -> str:
     gpu = "" if result["device"].startswith("CPU") else f"{result['device']}, "
     return (
         f"{gpu}{result['processor']}, {result['cores']} cores, {result['memory_gib']} GiB; {versions}; "
-        f"{result['threads']} threads"
+        f"{result['threads']} thread{'s' * (result['threads'] != 1)}"
     )
 
 
@@ -134,12 +134,12 @@ def sizes(arguments: dict[str, Any]) -> str:
     """The numbers and choices of a verb's arguments, in words."""
     words = []
     for name, value in arguments.items():
-        if isinstance(value, list):
-            value = " ".join(cell(number) if isinstance(number, float) else str(number) for number in value)
+        values = value if isinstance(value, list) else [value]
         if value is True:
             words.append(name.replace("_", " "))
-        elif value not in (None, False, ""):
-            words.append(f"{name.replace('_', ' ')} {value}")
+        elif value is not None and value is not False:
+            shown = (f"{each:g}" if isinstance(each, float) else str(each) for each in values)
+            words.append(" ".join([name.replace("_", " "), *shown]))
     return ", ".join(words)
 
 
