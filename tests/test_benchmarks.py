@@ -53,6 +53,12 @@ def test_dense(run):
     assert "--output" not in result["command"] and result["arguments"]["layers"] == 1
 
 
+@pytest.mark.slow
+def test_dense_compiled(run):
+    """More variants than dynamo keeps graphs of one function by itself."""
+    assert set(run("dense", *MODEL, "--layers", "1", "--compile")["rows"]) >= {"rope", "nape vpad", "nape attention_p"}
+
+
 def test_layer_dropout(run):
     rows = run("layer-dropout", *MODEL, "--layers", "2", "--rates", "0", "0.5")["rows"]
     assert {"dense", "masked 0.5", "skipped 0.0 bernoulli", "skipped 0.5 bernoulli", "skipped 0.5 balanced"} == set(
@@ -239,6 +245,22 @@ def test_all_holds_ratios_to_their_bounds(run_all, capsys):
         "Run with other options than the bounds are for**, see the commands: generation --batch-size 1, generation"
         in report
     )
+
+
+@pytest.mark.parametrize(("ratio", "status"), [(0.5, 0), (1.5, 1)])
+def test_the_status_of_all(ratio, status, tmp_path, script, monkeypatch):
+    def run_verb(command):
+        result = RESULT | {
+            "rows": {"ours": row_of(ratio, "torchtitan")},
+            "command": "python scripts/benchmark.py loader",
+        }
+        Path(command[-1]).write_text(json.dumps(result))
+        return 0, ""
+
+    monkeypatch.setattr(bounds, "run_verb", run_verb)
+    places = ["--output", str(tmp_path / "all.json"), "--report", str(tmp_path / "report.md")]
+    assert script("benchmark", "all", "--only", "loader", *places) == status
+    assert json.loads((tmp_path / "all.json").read_text())["bounds"]["loader ours"]["found"] == ratio
 
 
 def test_all_within(run_all):

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 from ..evaluation.subjects import InputError
 from . import attention, dense, generation, layer_dropout, loader, loss, mamba2, stragglers
-from .report import ABOVE, Figure, Section, print_figures, write_report
-from .results import ROW, read_result
+from .report import ABOVE, Figure, Section, figures_table, write_report
+from .results import ROW, print_table, read_result
 from .sizes import size_faults
 
 NAME = "all"
@@ -112,7 +112,7 @@ def measure(arguments: argparse.Namespace) -> dict:
     ]
     write_report(arguments.report, list(figures.values()), sections)
     now = {bound.name: figure for bound, figure in figures.items() if (bound.verb, bound.options) in runs}
-    print_figures(list(now.values()))
+    print_table(figures_table(list(now.values())))
     print(f"wrote {arguments.report}")
     return {
         "bounds": {name: dataclasses.asdict(figure) for name, figure in now.items()},

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..reports.cells import markdown
-from .results import Line, print_table, table, with_quartiles
+from .results import Line, table, with_quartiles
 
 ABOVE = "ABOVE"
 
@@ -59,10 +59,6 @@ def figures_table(figures: Sequence[Figure]) -> list[Line]:
         }
         for figure in figures
     ]
-
-
-def print_figures(figures: Sequence[Figure]) -> None:
-    print_table(figures_table(figures))
 
 
 def write_report(file: Path, figures: Sequence[Figure], sections: Sequence[Section]) -> None:
@@ -151,17 +147,16 @@ def plot_figures(figures: Sequence[Figure], file: Path) -> None:
     axes = drawing.subplots()
     held, above, bound = "#0072b2", "#d55e00", "#555555"
     for y, figure in enumerate(figures):
+        color = held if figure.state == "held" else above
         axes.plot([figure.most] * 2, [y - 0.36, y + 0.36], color=bound, linewidth=2)
-        if figure.found is None:
-            axes.text(0.02, y, figure.state, va="center", fontsize=8, color=above)
-            continue
-        color = above if figure.state == ABOVE else held
         if figure.quartiles:
             axes.plot(figure.quartiles, [y, y], color=color, linewidth=2, alpha=0.5)
-        axes.plot(figure.found, y, "o", color=color, markersize=5)
+        if figure.found is not None:
+            axes.plot(figure.found, y, "o", color=color, markersize=5)
         axes.text(
-            1.01, y, f"{figure.found:.3f}", va="center", fontsize=8, color=color, transform=axes.get_yaxis_transform()
-        )
+            1.01, y, figure.state if figure.found is None else f"{figure.found:.3f}", va="center", fontsize=8,
+            color=color, transform=axes.get_yaxis_transform(),
+        )  # fmt: skip
     axes.plot([], [], "o", color=held, label="found: median over rounds, line between the quartiles")
     axes.plot([], [], "o", color=above, label="found, above its bound")
     axes.plot([], [], color=bound, linewidth=2, label="at most")

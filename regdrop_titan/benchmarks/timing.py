@@ -12,6 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 Step = Callable[[], object]
+GRAPHS = 64  # of all variants' blocks, whose code is one: dynamo refuses a ninth by itself
 
 
 def default_device() -> torch.device:
@@ -20,6 +21,7 @@ def default_device() -> torch.device:
 
 def compile_blocks(model: nn.Module) -> None:
     """Each block by itself, as training does it."""
+    torch._dynamo.config.recompile_limit = GRAPHS
     for name, block in model.get_submodule("layers").named_children():
         model.get_submodule("layers").register_module(name, cast(nn.Module, torch.compile(block, fullgraph=True)))
 
