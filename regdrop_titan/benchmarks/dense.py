@@ -12,7 +12,7 @@ NAME = "dense"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_sizes(parser, dim=768, layers=4, seq_len=512, batch_size=4, vocab_size=2048, rounds=9, warmup=2)
+    add_sizes(parser, dim=768, layers=4, seq_len=512, batch_size=4, vocab_size=2048, rounds=11, warmup=2)
     parser.add_argument("--compile", action="store_true", help="compile each block")
     parser.add_argument("--p", type=float, default=0.1, help="drop probability")
 
