@@ -1,15 +1,19 @@
 """The scripts: help, a quick benchmark, and shell files that parse."""
 
+import argparse
 import dataclasses
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from regdrop_titan.benchmarks import input_pipeline
+from regdrop_titan.data.packed import PackedDataset
 from regdrop_titan.data.tokenizers import train_tokenizer
 from regdrop_titan.models import build_model
 
@@ -138,6 +142,26 @@ def test_data_benchmark(tmp_path, script):
     result = json.loads(out.read_text())
     assert set(result["rows"]) == {"1 worker / bare tokenizer", "2 workers / 1 worker"}
     assert result["loader"]["tokens_per_second"] > 0
+
+
+def test_input_pipeline_benchmark(packed, monkeypatch):
+    """Data that take as long as the step: half of the time is waiting, and a step ahead most of it is gone."""
+    sample = PackedDataset.__getitem__
+    monkeypatch.setattr(PackedDataset, "__getitem__", lambda self, i: time.sleep(0.02) or sample(self, i))
+    parser = argparse.ArgumentParser()
+    input_pipeline.add_arguments(parser)
+    sizes = ["--seq-len", "32", "--batch-size", "2", "--accumulation", "2", "--steps", "5", "--rounds", "2"]
+    result = input_pipeline.measure(
+        parser.parse_args([*sizes, "--tokens-per-second", "1600", "--data", str(packed / "train")])
+    )
+    assert result["step_seconds"] == 0.08
+    waiting = {name: row["waiting"] for name, row in result["rows"].items()}
+    assert len(waiting) == 4 and waiting["device computes, prefetch 0"] >= 0.5
+    assert waiting["device computes, prefetch 1"] < 0.4
+    assert waiting["Python launches, prefetch 0"] >= 0.5 and 0 < waiting["Python launches, prefetch 1"] < 1
+    for row in result["rows"].values():
+        low, high = row["quartiles"]
+        assert low <= row["waiting"] <= high and row["longest_seconds"] > 0
 
 
 def test_train_tokenizer(tmp_path, script, capsys):

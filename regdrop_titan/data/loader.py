@@ -20,7 +20,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.hf_datasets.text_datasets import build_text_dataloader
 from torchtitan.tools.utils import device_module, device_type
 
-from ..config.sections import JobConfig, global_batch
+from ..config.sections import global_batch
 from .copying import END, CopyingDataset
 from .mixture import Mixture
 
@@ -44,14 +44,15 @@ class Pinned(Tensor):
     micro-batch before. Kernels that are started later run behind the copy, and torch keeps the memory until it is done.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # what is computed from it is a plain tensor
+    # what is computed from it is a plain tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def to(self, *args, **kwargs) -> Tensor:
-        return super().to(*args, **kwargs, non_blocking=True)
+    def to(self, device: torch.device | str) -> Tensor:  # type: ignore[override]
+        return super().to(device, non_blocking=True)
 
 
 class TrainingLoader(BaseDataLoader):
-    """Micro-batches for ever: ({"input": (B, S)}, labels (B, S)), on the CPU. The same whatever `prefetch` and `device`.
+    """Micro-batches for ever: ({"input": (B, S)}, labels (B, S)), the same with any `prefetch` and `device`.
 
     An error in building a micro-batch is raised where that one is asked for, as the samples raised it.
 
@@ -151,7 +152,7 @@ class ValidationLoader:
         return {"input": sample["input"], "labels": torch.full_like(sample["labels"], IGNORE_INDEX)}
 
 
-def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer, job_config: JobConfig) -> BaseDataLoader:
+def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer, job_config) -> BaseDataLoader:
     """The training loader of `training.dataset`: ours for "packed" and "copying", TorchTitan's for its own names."""
     training = job_config.training
     samples: Mixture | CopyingDataset
