@@ -212,7 +212,7 @@ def test_layer_dropout_that_skips_other_rows_fails(machine, monkeypatch):
     monkeypatch.setattr(whole_models, "results", shifted)
     monkeypatch.setattr(whole_models, "compile_each_block", lambda model, machine: model)
     rows = whole_models.layer_dropout(machine)
-    assert len(rows) == 12 and len(failed(rows)) == 12
+    assert len(rows) == 8 and len(failed(rows)) == 8
     monkeypatch.setattr(whole_models, "results", right)
     assert not failed(whole_models.layer_dropout(machine))
 

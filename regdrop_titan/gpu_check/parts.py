@@ -21,7 +21,7 @@ class Part:
         return self.rehearsal_seconds if small else self.seconds
 
 
-def _timed(name: str, seconds: float, rehearsal_seconds: float = 25) -> Part:
+def _timed(name: str, seconds: float, rehearsal_seconds: float = 35) -> Part:
     return Part(name, functools.partial(runs.timed_400m, name=name), seconds, rehearsal_seconds)
 
 
