@@ -1,7 +1,6 @@
 """`benchmark.py attention`: ALiBi heads that are cut, in one attention layer."""
 
 import argparse
-import statistics
 from pathlib import Path
 from typing import cast
 
@@ -14,7 +13,7 @@ from ..data import PackedDataset
 from ..models import Decoder, build_model
 from ..models.attention import Attention
 from ..models.cache import Cache, piece_length
-from .timing import Step, add_sizes, default_device, ratio, synchronize, time_rounds
+from .timing import Step, add_sizes, default_device, row, synchronize, time_rounds
 
 NAME = "attention"
 
@@ -32,6 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(arguments: argparse.Namespace) -> dict:
     """Attention layers whose ALiBi heads are cut (architecture.alibi_cutoff) beside those with the whole bias and plain
     causal ones: time, the cache's memory, and with --checkpoint the error of its logits."""
+    errors = {}
+    notes = []
+    if arguments.checkpoint is not None:  # first, since it may not be there
+        for length in arguments.lengths:
+            errors[length] = cut_error(arguments.checkpoint, arguments.data, length, arguments.cutoffs)
+            for cutoff, (error, largest) in errors[length].items():
+                notes.append(
+                    f"{length} tokens, cut at {cutoff:g} nats: logits of up to {largest:.1f} differ by {error:.1e}"
+                )
     device = default_device()
     d, S = arguments.dim, arguments.seq_len
     x = torch.randn(arguments.batch_size, S, d, device=device, requires_grad=True)
@@ -69,14 +77,10 @@ def measure(arguments: argparse.Namespace) -> dict:
     }
     seconds = time_rounds(steps, arguments.rounds, arguments.warmup)
     rows = {}
-    print(f"{'layer':<14}{'ms a step':>11}   ratio [quartiles] to")
     for name in steps:
-        median = statistics.median(seconds[name])
         uncut = name.replace("cut", "whole")
         for base in ["causal"] + [uncut] * (uncut != name):
-            middle, low, high = ratio(seconds, name, base)
-            rows[f"{name} / {base}"] = {"seconds": median, "ratio": middle, "quartiles": [low, high]}
-            print(f"{name:<14}{1000 * median:>11.1f}   {middle:.3f} [{low:.3f}, {high:.3f}] {base}")
+            rows[f"{name} / {base}"] = row(seconds, name, base)
     memory = {}
     for position, options in {"nape": {}, "alibi": alibi}.items():
         for length in arguments.lengths:
@@ -89,14 +93,11 @@ def measure(arguments: argparse.Namespace) -> dict:
                 sizes.append(sum(2 * kept.keys.numel() * kept.keys.element_size() for kept in cache.layers.values()))
             memory[f"{position} {length}"] = sizes
             whole, cut = (size / 2**20 for size in sizes)
-            print(f"cache of a layer, {position}, {length} tokens: {whole:.1f} MiB, cut {cut:.1f}: {cut / whole:.3f}")
-    errors = {}
-    if arguments.checkpoint is not None:
-        for length in arguments.lengths:
-            errors[length] = cut_error(arguments.checkpoint, arguments.data, length, arguments.cutoffs)
-            for cutoff, (error, largest) in errors[length].items():
-                print(f"{length} tokens, cut at {cutoff:g} nats: logits of up to {largest:.1f} differ by {error:.1e}")
-    return {"rows": rows, "seconds": seconds, "cache_bytes": memory, "errors": errors}
+            notes.append(
+                f"cache of a layer, {position}, {length} tokens: whole {whole:.1f} MiB, cut {cut:.1f} MiB, "
+                f"{cut / whole:.3f} of it"
+            )
+    return {"rows": rows, "seconds": seconds, "cache_bytes": memory, "errors": errors, "notes": notes}
 
 
 @torch.no_grad()

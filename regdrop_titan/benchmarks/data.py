@@ -18,7 +18,7 @@ from ..data.mixture import Mixture
 from ..data.preparation import prepare
 from ..data.stdlib_corpus import stdlib_sources
 from ..data.tokenizers import HuggingFaceTokenizer, TiktokenTokenizer, load_tokenizer, train_tokenizer
-from .timing import ratio
+from .timing import Step, row, time_rounds
 
 NAME = "data"
 
@@ -36,40 +36,28 @@ def measure(arguments: argparse.Namespace) -> dict:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        texts, size = [], 0
-        for text in itertools.cycle(stdlib_sources()):
-            texts.append(text)
-            size += len(text)
-            if size > arguments.megabytes * 1e6:
-                break
-        (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        texts = write_text(folder / "text.jsonl", arguments.megabytes)
         tokenizer = arguments.tokenizer
         if tokenizer is None:
             tokenizer = folder / "tokenizer.json"
             train_tokenizer(stdlib_sources(), arguments.vocab_size).save(str(tokenizer))
 
-        def prepared(workers: int) -> int:
+        def prepared(workers: int) -> None:
             shutil.rmtree(folder / "set", ignore_errors=True)
-            return prepare([str(folder / "text.jsonl")], tokenizer, folder / "set", workers=workers)["tokens"]
+            prepare([str(folder / "text.jsonl")], tokenizer, folder / "set", workers=workers)
 
         prepared(1)  # starts the process that workers are forked from
-        measures = {
+        tokens = bare_tokenizer(tokenizer, texts)
+        measures: dict[str, Step] = {
             "bare tokenizer": lambda: bare_tokenizer(tokenizer, texts),
             "1 worker": lambda: prepared(1),
             "2 workers": lambda: prepared(2),
         }
-        rates: dict[str, list[float]] = {name: [] for name in measures}
-        for _ in range(arguments.rounds):
-            for name, measure in measures.items():
-                began = time.perf_counter()
-                rates[name].append(measure() / (time.perf_counter() - began))
+        seconds = time_rounds(measures, arguments.rounds, warmup=0)
         rows = {}
         for name, base in (("1 worker", "bare tokenizer"), ("2 workers", "1 worker")):
-            middle, low, high = ratio(rates, name, base)
-            rows[f"{name} / {base}"] = {"ratio": middle, "quartiles": [low, high]}
-            print(f"{name} / {base}: {middle:.3f} [{low:.3f}, {high:.3f}]")
-        for name in rates:
-            print(f"{name}: {statistics.median(rates[name]):,.0f} tokens/s")
+            rows[f"{name} / {base}"] = row(seconds, name, base)
+            rows[f"{name} / {base}"]["tokens_per_second"] = tokens / rows[f"{name} / {base}"]["seconds"]
 
         loader = iter(TrainingLoader(Mixture(str(folder / "set"), 2048, seed=0), 8, 0, 1))
         for _ in range(1000):
@@ -80,9 +68,24 @@ def measure(arguments: argparse.Namespace) -> dict:
             next(loader)
         rate = arguments.samples // 8 * 8 * 2048 / (time.perf_counter() - began)
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-        print(f"loader, 8 sequences of 2048: {rate:,.0f} tokens/s; {grown:.1f} MiB more after {arguments.samples:,}")
+    notes = [
+        f"bare tokenizer: {tokens / statistics.median(seconds['bare tokenizer']):,.0f} tokens/s",
+        f"loader, 8 sequences of 2048: {rate:,.0f} tokens/s; {grown:.1f} MiB more after {arguments.samples:,} samples",
+    ]
     loaded = {"tokens_per_second": rate, "grown_mib": grown, "samples": arguments.samples}
-    return {"rows": rows, "tokens_per_second": rates, "loader": loaded}
+    return {"rows": rows, "seconds": seconds, "loader": loaded, "notes": notes}
+
+
+def write_text(file: Path, megabytes: float) -> list[str]:
+    """The standard library's sources, over and over to so many million characters; in `file` as JSONL."""
+    texts, size = [], 0
+    for text in itertools.cycle(stdlib_sources()):
+        texts.append(text)
+        size += len(text)
+        if size > megabytes * 1e6:
+            break
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return texts
 
 
 def bare_tokenizer(path: Path | str, texts: list[str]) -> int:

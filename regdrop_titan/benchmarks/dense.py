@@ -1,19 +1,18 @@
 """`benchmark.py dense`: training steps of whole models."""
 
 import argparse
-import statistics
 
 import torch
 import torch.nn.functional as F
 
 from ..models import build_model
-from .timing import Step, add_sizes, compile_blocks, default_device, ratio, synchronize, time_rounds
+from .timing import Step, add_sizes, compile_blocks, default_device, row, synchronize, time_rounds
 
 NAME = "dense"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_sizes(parser, dim=768, layers=4, seq_len=512, batch_size=4, vocab_size=2048, rounds=15, warmup=3)
+    add_sizes(parser, dim=768, layers=4, seq_len=512, batch_size=4, vocab_size=2048, rounds=9, warmup=2)
     parser.add_argument("--compile", action="store_true", help="compile each block")
     parser.add_argument("--p", type=float, default=0.1, help="drop probability")
 
@@ -55,16 +54,11 @@ def measure(arguments: argparse.Namespace) -> dict:
     }
     steps = {name: make_step(model, tokens, arguments.compile) for name, model in models.items()}
     seconds = time_rounds(steps, arguments.rounds, arguments.warmup)
-    tokens_a_step = arguments.batch_size * S
     rows = {}
-    print(f"{'variant':<22}{'ms a step':>11}{'tokens/s':>11}   ratio [quartiles] to")
     for name in models:
         base = "torchtitan llama3" if name in ("torchtitan llama3", "rope", "nape") else "nape"
-        middle, low, high = ratio(seconds, name, base)
-        median = statistics.median(seconds[name])
-        rows[name] = {"seconds": median, "ratio": middle, "quartiles": [low, high], "base": base}
-        figures = f"{1000 * median:>11.1f}{tokens_a_step / median:>11,.0f}   {middle:.3f} [{low:.3f}, {high:.3f}]"
-        print(f"{name:<22}{figures} {base}")
+        rows[name] = row(seconds, name, base)
+        rows[name]["tokens_per_second"] = arguments.batch_size * S / rows[name]["seconds"]
     return {"rows": rows, "seconds": seconds}
 
 

@@ -1,7 +1,6 @@
 """`benchmark.py generation`: greedy answers with a cache."""
 
 import argparse
-import statistics
 import tempfile
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from ..checkpoints.huggingface import export_huggingface
 from ..generation import generate
 from ..models import FAMILIES, build_model
 from ..models.cache import Cache, piece_length
-from .timing import Step, add_sizes, default_device, ratio, time_rounds
+from .timing import Step, add_sizes, default_device, row, time_rounds
 
 NAME = "generation"
 
@@ -57,11 +56,8 @@ def measure(arguments: argparse.Namespace) -> dict:
     answers = theirs.generate(prompts, attention_mask=mask, **options)[:, S:]
     same = torch.equal(answers.cpu(), torch.stack(generate(model, list(prompts), N)[0]))
     seconds = time_rounds(steps, arguments.rounds, arguments.warmup)
-    rows = {}
-    print(f"{'variant':<20}{'ms a step':>11}   time to the other's [quartiles]; same tokens: {same}")
-    for name, base in (("ours", "transformers"), ("in pieces", "one forward")):
-        middle, low, high = ratio(seconds, name, base)
-        median = statistics.median(seconds[name])
-        rows[f"{name} / {base}"] = {"seconds": median, "ratio": middle, "quartiles": [low, high]}
-        print(f"{name:<20}{1000 * median:>11.1f}   {middle:.3f} [{low:.3f}, {high:.3f}]")
-    return {"rows": rows, "seconds": seconds, "same_tokens": same}
+    rows = {
+        "ours / transformers": row(seconds, "ours", "transformers", same_tokens=same),
+        "in pieces / one forward": row(seconds, "in pieces", "one forward"),
+    }
+    return {"rows": rows, "seconds": seconds}

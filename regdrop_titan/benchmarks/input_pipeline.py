@@ -15,7 +15,7 @@ from ..data.loader import TrainingLoader
 from ..data.mixture import Mixture
 from ..data.preparation import prepare
 from ..data.stdlib_corpus import stdlib_sources
-from .timing import add_sizes
+from .timing import add_sizes, row
 
 NAME = "input-pipeline"
 
@@ -27,12 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> dict:
-    """The share of the time that a trainer waits for its data, with micro-batches built when asked for and a step
-    ahead. One process takes what a node's ranks do together."""
-    sizes = {name: getattr(arguments, name) for name in ("seq_len", "batch_size", "accumulation", "steps")}
+    """The share of the time that a trainer waits for its data, with micro-batches built when asked for
+    (`training.prefetch = 0`) and a step ahead (1), while the device computes or Python starts operations all the time.
+    One process takes what a node's ranks do together, 1 M tokens/s."""
     step_seconds = arguments.accumulation * arguments.batch_size * arguments.seq_len / arguments.tokens_per_second
-    shares: dict[str, list[float]] = {}
-    longest: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {}  # of a step, waiting included
+    waits: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         data = arguments.data or bytes_of_the_standard_library(Path(temporary))
         for _ in tqdm(range(arguments.rounds), desc="rounds", unit="round"):
@@ -41,16 +41,16 @@ def measure(arguments: argparse.Namespace) -> dict:
                     samples = Mixture(str(data), arguments.seq_len, seed=0)
                     ahead = prefetch * arguments.accumulation
                     loader = TrainingLoader(samples, arguments.batch_size, 0, 1, ahead)
-                    waits = waiting(loader, arguments.accumulation, arguments.steps, step, step_seconds)
+                    found = waiting(loader, arguments.accumulation, arguments.steps, step, step_seconds)
                     name = f"{kind}, prefetch {prefetch}"
-                    shares.setdefault(name, []).append(sum(waits) / (sum(waits) + arguments.steps * step_seconds))
-                    longest[name] = max(longest.get(name, 0), *waits)
+                    seconds.setdefault(name, []).append(step_seconds + statistics.fmean(found))
+                    waits.setdefault(name, []).extend(found)
     rows = {}
-    for name, values in shares.items():
-        low, middle, high = statistics.quantiles(values, n=4)
-        rows[name] = {"waiting": middle, "quartiles": [low, high], "longest_seconds": longest[name]}
-        print(f"{name}: waits {middle:.3%} [{low:.3%}, {high:.3%}] of the time, {1000 * longest[name]:.2f} ms at most")
-    return {"rows": rows, "sizes": sizes, "step_seconds": step_seconds}
+    for name, of_steps in seconds.items():
+        share = statistics.median(1 - step_seconds / step for step in of_steps)
+        base = name.replace("prefetch 1", "prefetch 0")
+        rows[name] = row(seconds, name, base, waiting=share, longest_wait=max(waits[name]))
+    return {"rows": rows, "seconds": seconds, "step_seconds": step_seconds}
 
 
 def bytes_of_the_standard_library(folder: Path) -> Path:

@@ -12,13 +12,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from ..models import Decoder, build_model
 from ..regularization import keep_mask
 from .overlap import profiled
-from .timing import Step, add_sizes, compile_blocks, ratio, synchronize, time_rounds
+from .timing import Step, add_sizes, compile_blocks, row, synchronize, time_rounds
 
 NAME = "layer-dropout"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_sizes(parser, dim=512, layers=6, seq_len=512, batch_size=8, rounds=11, warmup=2)
+    add_sizes(parser, dim=512, layers=6, seq_len=512, batch_size=8, rounds=7, warmup=2)
     parser.add_argument("--compile", action="store_true", help="compile each block")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75], help="drop rates")
     parser.add_argument(
@@ -103,26 +103,18 @@ def measure(arguments: argparse.Namespace) -> dict:
     for name in steps if arguments.profile is not None else ():
         overlaps[name] = profiled(steps[name], arguments.profile / f"{name.replace(' ', '_')}_rank{rank}.json")
     rows = {}
-    if rank == 0:
-        print(f"{'variant':<24}{'ms a step':>11}   ratio [quartiles] to dense   computed   time / compute saved")
     for name in steps:
-        middle, low, high = ratio(seconds, name, "dense")
-        kept = statistics.fmean(kept_rows[name][arguments.warmup :]) if kept_rows[name] else 1.0
-        rows[name] = {
-            "seconds": statistics.median(seconds[name]),
-            "ratio": middle,
-            "quartiles": [low, high],
-            "kept": kept,
-        }
-        saved = f"{(1 - middle) / (1 - kept):.2f}" if kept < 1 else ""
-        if rank == 0:
-            milliseconds = 1000 * rows[name]["seconds"]
-            print(f"{name:<24}{milliseconds:>11.1f}   {middle:.3f} [{low:.3f}, {high:.3f}]{kept:>18.3f}{saved:>23}")
-    if rank == 0 and overlaps:
-        print(f"{'variant':<24}{'collectives':>12}{'exposed':>9}   of one more step, ms")
-        for name, overlap in overlaps.items():
-            print(f"{name:<24}{1000 * overlap['communication']:>12.1f}{1000 * overlap['exposed']:>9.1f}")
+        computed = statistics.fmean(kept_rows[name][arguments.warmup :]) if kept_rows[name] else 1.0
+        rows[name] = row(seconds, name, "dense", computed=computed)
+        if computed < 1:
+            rows[name]["time_saved_of_compute_saved"] = (1 - rows[name]["ratio"]) / (1 - computed)
+    notes = [
+        f"{name}, one more step: collectives {1000 * overlap['communication']:.1f} ms, exposed "
+        f"{1000 * overlap['exposed']:.1f} ms"
+        for name, overlap in overlaps.items()
+    ]
     if world_size > 1:
         torch.distributed.destroy_process_group()
     sizes = {"dim": d, "layers": L, "seq_len": S, "batch_size": B, "position": arguments.position}
-    return {"rows": rows, "seconds": seconds, "ranks": world_size, "sizes": sizes, "overlaps": overlaps}
+    return {"rows": rows, "seconds": seconds, "ranks": world_size, "sizes": sizes, "overlaps": overlaps,
+            "notes": notes}  # fmt: skip

@@ -2,14 +2,13 @@
 
 import argparse
 import multiprocessing
-import statistics
 from pathlib import Path
 
 import torch
 
 from ..config.sections import PIECE_OF_LOGITS
 from ..models.head import Head
-from .timing import Step, add_sizes, default_device, ratio, synchronize, time_rounds
+from .timing import Step, add_sizes, default_device, row, synchronize, time_rounds
 
 NAME = "loss"
 
@@ -27,27 +26,22 @@ def measure(arguments: argparse.Namespace) -> dict:
     pieces = {} if arguments.skip_whole else {"whole": 1}
     pieces |= {f"{n or by_size} pieces": n or by_size for n in arguments.pieces}
     spawn = multiprocessing.get_context("spawn")
-    rows: dict[str, dict] = {}
+    peaks: dict[str, float] = {}
     for name, n in pieces.items():
         result = spawn.Value("q", 0)
-        process = spawn.Process(target=loss_peak, args=(arguments, n, result))
+        process = spawn.Process(target=loss_peak, args=(arguments, n, result), daemon=True)  # not to outlive this one
         process.start()
         process.join()
         if process.exitcode:
             raise SystemExit(f"{name}: its process ended with {process.exitcode}; too little memory? See --skip-whole")
-        rows[name] = {"peak_mib": result.value / 2**20}
-        rows[name]["peak_ratio"] = rows[name]["peak_mib"] / next(iter(rows.values()))["peak_mib"]
-        print(f"{name}: at most {rows[name]['peak_mib']:,.0f} MiB", flush=True)
+        peaks[name] = result.value / 2**20
     seconds = time_rounds(
         {name: loss_step(arguments, n, tokens) for name, n in pieces.items()}, arguments.rounds, arguments.warmup
     )
     base = next(iter(pieces))
-    print(f"{'variant':<12}{'peak MiB':>10}{base + ' / it':>16}{'seconds':>9}   time to {base}'s [quartiles]")
-    for name, row in rows.items():
-        middle, low, high = ratio(seconds, name, base)
-        row |= {"seconds": statistics.median(seconds[name]), "ratio": middle, "quartiles": [low, high]}
-        figures = f"{row['peak_mib']:>10,.0f}{1 / row['peak_ratio']:>16.2f}{row['seconds']:>9.2f}"
-        print(f"{name:<12}{figures}   {middle:.3f} [{low:.3f}, {high:.3f}]")
+    rows = {
+        name: row(seconds, name, base, peak_mib=peak, peak_ratio=peak / peaks[base]) for name, peak in peaks.items()
+    }
     return {"rows": rows, "seconds": seconds}
 
 

@@ -1,13 +1,12 @@
 """`benchmark.py mamba2`: Mamba2 layers."""
 
 import argparse
-import statistics
 from collections.abc import Callable
 
 import torch
 
 from ..models import build_model
-from .timing import Step, add_sizes, default_device, ratio, synchronize, time_rounds
+from .timing import Step, add_sizes, default_device, row, synchronize, time_rounds
 
 NAME = "mamba2"
 
@@ -56,11 +55,4 @@ def measure(arguments: argparse.Namespace) -> dict:
 
         steps[f"ours, chunk {chunk}"] = step_of(layers, list(model.parameters()))
     seconds = time_rounds(steps, arguments.rounds, arguments.warmup)
-    rows = {}
-    print(f"{'variant':<20}{'ms a step':>11}   time to transformers' [quartiles]")
-    for name in steps:
-        middle, low, high = ratio(seconds, name, "transformers")
-        median = statistics.median(seconds[name])
-        rows[name] = {"seconds": median, "ratio": middle, "quartiles": [low, high]}
-        print(f"{name:<20}{1000 * median:>11.1f}   {middle:.3f} [{low:.3f}, {high:.3f}]")
-    return {"rows": rows, "seconds": seconds}
+    return {"rows": {name: row(seconds, name, "transformers") for name in steps}, "seconds": seconds}

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import itertools
-import json
 import os
 import statistics
 from pathlib import Path
@@ -14,9 +13,11 @@ import torch
 from ..distributed.stragglers import LayerTime, simulate, step_seconds
 from ..regularization import layer_rates
 from .layer_dropout import stack_of_blocks
+from .results import read_result
 from .timing import Step, add_sizes, default_device, synchronize, time_rounds
 
 NAME = "stragglers"
+SIZES = ("dim", "layers", "seq_len", "batch_size", "position")  # of a result of layer-dropout
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,41 +35,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(arguments: argparse.Namespace) -> dict:
     """What layer dropout saves in time where ranks wait for each other at every layer, simulated from the time of a
     layer here, for 8 to 1024 ranks; with --against, beside a measured run of several ranks."""
-    rows: list[dict] = []
+    simulated: list[dict] = []
+    notes: list[str] = []
     check: dict | None = None
     L, S, d, meeting = arguments.layers, arguments.seq_len, arguments.dim, arguments.meeting
     if arguments.against is not None:
         check = compare_with_run(arguments)
+        notes += [
+            f"{name}, time to dense: measured {row['measured']:.3f}, simulated {row['simulated']:.3f}, "
+            f"error {row['error']:+.1%}"
+            for name, row in check["rows"].items()
+        ]
     time = layer_time(d, S, max(arguments.batches), "nape", arguments.rounds, arguments.warmup)
     time = dataclasses.replace(time, meeting=meeting * (time.fixed + time.sequence * max(arguments.batches)))
-    print(f"a layer: {1000 * time.fixed:.2f} ms + {1000 * time.sequence:.2f} ms a sequence; meeting "
-          f"{1000 * time.meeting:.2f} ms")  # fmt: skip
+    notes.append(
+        f"a layer: {1000 * time.fixed:.2f} ms + {1000 * time.sequence:.2f} ms a sequence; meeting "
+        f"{1000 * time.meeting:.2f} ms"
+    )
     for name, p_max in itertools.product(("uniform", "increasing"), arguments.rates):
         rates = layer_rates(name, "constant", p_max, L, 0, 1)
         for ranks, batch, sampling in itertools.product(arguments.ranks, arguments.batches, ("bernoulli", "balanced")):
             found = simulate(rates, ranks, batch, sampling, time, arguments.steps)
-            rows.append({"distribution": name, "p_max": p_max, "ranks": ranks, "batch": batch, "sampling": sampling,
-                         **dataclasses.asdict(found)})  # fmt: skip
+            simulated.append({"distribution": name, "p_max": p_max, "ranks": ranks, "batch": batch,
+                              "sampling": sampling, **dataclasses.asdict(found)})  # fmt: skip
     plot = arguments.output.with_suffix(".png")
     plot.parent.mkdir(parents=True, exist_ok=True)
-    plot_stragglers(rows, plot)
+    plot_stragglers(simulated, plot)
     print(f"wrote {plot}")
-    return {"rows": rows, "layer_time": dataclasses.asdict(time), "against": check}
+    return {"rows": {}, "simulated": simulated, "layer_time": dataclasses.asdict(time), "against": check,
+            "notes": notes}  # fmt: skip
 
 
 def compare_with_run(arguments: argparse.Namespace) -> dict:
     """A layer-dropout benchmark of several ranks on this machine, and what the simulation makes of it: the time of a
     layer is measured here in one process, the meeting is what the run's dense step took beside it."""
-    run = json.loads(arguments.against.read_text())
+    run = read_result(arguments.against, "ranks", *(f"sizes.{name}" for name in SIZES), "rows.dense.seconds")
     sizes, ranks = run["sizes"], run["ranks"]
-    d, L, S, B = (sizes[name] for name in ("dim", "layers", "seq_len", "batch_size"))
-    time = layer_time(d, S, B, sizes["position"], arguments.rounds, arguments.warmup)
+    d, L, S, B, position = (sizes[name] for name in SIZES)
+    time = layer_time(d, S, B, position, arguments.rounds, arguments.warmup)
     devices = None if torch.cuda.is_available() else min(ranks, os.cpu_count() or ranks)
     alone = step_seconds(np.full((ranks, L), B), time, devices)
     meeting = max(0.0, run["rows"]["dense"]["seconds"] - alone) / L
     time = dataclasses.replace(time, meeting=meeting)
     found = {}
-    print(f"{ranks} ranks, {sizes}: time to dense   measured  simulated  error")
     for name, row in run["rows"].items():
         words = name.split()
         if words[0] != "skipped" or float(words[1]) == 0:
@@ -76,7 +85,6 @@ def compare_with_run(arguments: argparse.Namespace) -> dict:
         rates = torch.full((L,), float(words[1]), dtype=torch.float64)
         share = simulate(rates, ranks, B, words[2], time, arguments.steps, devices).time
         found[name] = {"measured": row["ratio"], "simulated": share, "error": share / row["ratio"] - 1}
-        print(f"{name:<32}{row['ratio']:>12.3f}{share:>11.3f}{found[name]['error']:>+8.1%}")
     return {"file": str(arguments.against), "layer_time": dataclasses.asdict(time), "devices": devices, "rows": found}
 
 

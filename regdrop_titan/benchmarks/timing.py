@@ -12,6 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 Step = Callable[[], object]
+GRAPHS = 64  # of all variants' blocks, whose code is one: dynamo refuses a ninth by itself
 
 
 def default_device() -> torch.device:
@@ -20,6 +21,7 @@ def default_device() -> torch.device:
 
 def compile_blocks(model: nn.Module) -> None:
     """Each block by itself, as training does it."""
+    torch._dynamo.config.recompile_limit = GRAPHS
     for name, block in model.get_submodule("layers").named_children():
         model.get_submodule("layers").register_module(name, cast(nn.Module, torch.compile(block, fullgraph=True)))
 
@@ -48,8 +50,15 @@ def time_rounds(steps: dict[str, Step], rounds: int, warmup: int) -> dict[str, l
     return seconds
 
 
-def ratio(seconds: dict[str, list[float]], name: str, base: str) -> tuple[float, float, float]:
-    """Median, lower and upper quartile over rounds of variant `name`'s time over `base`'s."""
+def row(seconds: dict[str, list[float]], name: str, base: str, **extras: float | bool) -> dict:
+    """A row of a result: the median seconds of variant `name`'s step; the median over rounds of the ratio of its time
+    to `base`'s, with lower and upper quartile; and what else is known of it."""
     ratios = [a / b for a, b in zip(seconds[name], seconds[base], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
-    return middle, low, high
+    return {
+        "seconds": statistics.median(seconds[name]),
+        "ratio": middle,
+        "quartiles": [low, high],
+        "base": base,
+        **extras,
+    }

@@ -40,7 +40,9 @@ def test_of_two_ranks(tmp_path):
     options = ["--rates", "0.9", "--profile", str(traces), "--output", str(out)]
     done = torchrun(2, "scripts/benchmark.py", "layer-dropout", *sizes, *options)
     assert done.returncode == 0, done.stderr
-    overlaps = json.loads(out.read_text())["overlaps"]
+    result = json.loads(out.read_text())
+    assert result["command"].startswith("torchrun --nproc_per_node=2 scripts/benchmark.py layer-dropout --dim 128")
+    overlaps = result["overlaps"]
     assert set(overlaps) == {"dense", "skipped 0.9 bernoulli", "skipped 0.9 balanced"}
     assert all(0 < found["exposed"] <= found["communication"] for found in overlaps.values())
     for name in overlaps:
