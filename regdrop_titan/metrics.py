@@ -89,7 +89,8 @@ class JsonLinesLogger(titan_metrics.BaseLogger):
             # TorchTitan's figure is per device
             "tokens_per_second": metrics["throughput(tps)"] * self.world_size,
             "seconds_per_step": metrics["time_metrics/end_to_end(s)"],
-            "data_seconds": metrics["time_metrics/data_loading(s)"],
+            "data_seconds": metrics["time_metrics/data_loading(s)"],  # a micro-batch
+            "data_wait_share": metrics["time_metrics/data_loading(%)"] / 100,
             "memory_gib": metrics["memory/max_reserved(GiB)"],
             "flops": tokens * self.flops_per_token,  # dense
             **self.extra,

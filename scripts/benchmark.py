@@ -9,6 +9,7 @@
     python scripts/benchmark.py loss
     python scripts/benchmark.py attention [--checkpoint DIR --data SET --lengths 2048 65536]
     python scripts/benchmark.py loader
+    python scripts/benchmark.py input-pipeline
     python scripts/benchmark.py data [--tokenizer DIR]
     python scripts/benchmark.py all [--only VERB ...] [--report docs/benchmarks.md]
 
@@ -16,9 +17,9 @@ Variants take turns, one step each a round, so that a drift of the machine's spe
 the median over rounds of the pairwise ratios. A dense step is forward, loss, backward and a fused AdamW update; a
 layer-dropout or mamba2 step is forward and backward of a stack of blocks; a generation step reads prompts and writes
 greedy answers with a cache; a loss step is forward and backward of head and loss, an attention step of one attention
-layer; a loader step is some batches. The data benchmark sets preparation beside the bare tokenizer, and reads a packed
-set as training does. `all` runs what is set beside something else, writes a report, and ends with status 1 where a
-ratio is above its bound.
+layer; a loader step is some batches; input-pipeline times a trainer that waits for its data. The data benchmark sets
+preparation beside the bare tokenizer, and reads a packed set as training does. `all` runs what is set beside something
+else, writes a report, and ends with status 1 where a figure is above its bound.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from regdrop_titan.benchmarks import (
     data,
     dense,
     generation,
+    input_pipeline,
     layer_dropout,
     loader,
     loss,
@@ -47,7 +49,7 @@ from regdrop_titan.data import DataError
 from regdrop_titan.evaluation.subjects import InputError, tell
 from regdrop_titan.signals import interruptible
 
-VERBS = (dense, layer_dropout, stragglers, mamba2, generation, loss, attention, loader, data, bounds)
+VERBS = (dense, layer_dropout, stragglers, mamba2, generation, loss, attention, loader, input_pipeline, data, bounds)
 
 
 def main() -> int:

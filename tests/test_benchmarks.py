@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from regdrop_titan.benchmarks import bounds
+from regdrop_titan.benchmarks import bounds, input_pipeline
 from regdrop_titan.benchmarks.report import ABOVE, Figure, Section, write_report
 from regdrop_titan.benchmarks.results import table
 from regdrop_titan.benchmarks.sizes import size_faults
 from regdrop_titan.benchmarks.timing import row
+from regdrop_titan.data.packed import PackedDataset
 from regdrop_titan.models import build_model
 
 MODEL = ["--dim", "128", "--seq-len", "16", "--batch-size", "4", "--rounds", "3", "--warmup", "1"]
@@ -387,3 +388,22 @@ def test_machines_that_differ_are_told(tmp_path):
     assert text.count("Measured on: Some CPU, 2 cores") == 1 and text.count("Measured on: H200, Some CPU") == 1
     assert "GPU figures are missing" not in text
     assert "**Run with other options than the bounds are for**, see the commands: loss." in text
+
+
+def test_input_pipeline_benchmark(packed, monkeypatch):
+    """Data that take as long as the step: half of the time is waiting, and a step ahead most of it is gone."""
+    sample = PackedDataset.__getitem__
+    monkeypatch.setattr(PackedDataset, "__getitem__", lambda self, i: time.sleep(0.02) or sample(self, i))
+    parser = argparse.ArgumentParser()
+    input_pipeline.add_arguments(parser)
+    sizes = ["--seq-len", "32", "--batch-size", "2", "--accumulation", "2", "--steps", "5", "--rounds", "2"]
+    result = input_pipeline.measure(
+        parser.parse_args([*sizes, "--tokens-per-second", "1600", "--data", str(packed / "train")])
+    )
+    assert result["step_seconds"] == 0.08
+    waiting = {name: row["waiting"] for name, row in result["rows"].items()}
+    assert len(waiting) == 4 and waiting["device computes, prefetch 0"] >= 0.5
+    assert waiting["device computes, prefetch 1"] < 0.4
+    assert waiting["Python launches, prefetch 0"] >= 0.5 and 0 < waiting["Python launches, prefetch 1"] < 1
+    ahead = result["rows"]["device computes, prefetch 1"]
+    assert ahead["base"] == "device computes, prefetch 0" and ahead["ratio"] < 0.9 and ahead["longest_wait"] > 0

@@ -90,6 +90,7 @@ def test_optional_flags(args, value):
             "architecture.layers = 'mamba,lstm': 'lstm' is none of attention, nope, mamba",
         ),
         ("[training]\nmax_skips = 0", "training.max_skips = 0: must be at least 1"),
+        ("[training]\nprefetch = -1", "training.prefetch = -1: must be at least 0"),
         ("[training]\nloss_chunks = -1", "training.loss_chunks = -1: must be at least 0"),
         (
             "[training]\nloss_chunks = 257\nseq_len = 128\nlocal_batch_size = 2",

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..evaluation.subjects import InputError
-from . import attention, dense, generation, layer_dropout, loader, loss, mamba2, stragglers
+from . import attention, dense, generation, input_pipeline, layer_dropout, loader, loss, mamba2, stragglers
 from .report import ABOVE, Figure, Section, figures_table, write_report
 from .results import ROW, print_table, read_result
 from .sizes import size_faults
 
 NAME = "all"
-MODULES = {verb.NAME: verb for verb in (dense, layer_dropout, mamba2, attention, loss, generation, loader, stragglers)}
+VERBS = (dense, layer_dropout, mamba2, attention, loss, generation, loader, input_pipeline, stragglers)
+MODULES = {verb.NAME: verb for verb in VERBS}
 
 Run = tuple[str, tuple[str, ...]]  # a verb and its options
 
@@ -34,6 +35,7 @@ RUNS: dict[Run, int] = {
     ("generation", ("--batch-size", "1")): 25,
     ("generation", ("--batch-size", "1", "--family", "mamba2")): 30,
     ("loader", ()): 20,
+    ("input-pipeline", ()): 70,
     ("stragglers", ()): 85,
 }
 
@@ -78,6 +80,7 @@ BOUNDS = (
     Bound("generation", ("--batch-size", "1"), "ours / transformers", 1.0),
     Bound("generation", ("--batch-size", "1", "--family", "mamba2"), "ours / transformers", 1.0),
     Bound("loader", (), "ours", 1.0),  # TorchTitan's loader
+    Bound("input-pipeline", (), "device computes, prefetch 1", 0.01, "waiting"),  # of the time, at 1 M tokens/s
 )
 
 

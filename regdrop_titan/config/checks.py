@@ -114,6 +114,7 @@ def _range_faults(config: JobConfig) -> list[str]:
         "checkpoint.keep_latest_k",
         "checkpoint.keep_every",
         "training.seed",
+        "training.prefetch",
         "training.loss_chunks",
         "metrics.log_moments",
     ]

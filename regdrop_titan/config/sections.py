@@ -265,6 +265,10 @@ class Training(titan.Training):
     """prepared: dataset_path holds a packed set. stdlib: the folder above it is built on first use, with the
     sets train, validation and long, from the sources of Python's standard library."""
 
+    prefetch: int = 1
+    """Of packed and copying: steps whose micro-batches a thread builds ahead, while the device computes, at least 0. 0:
+    each is built when it is asked for. The batches are the same."""
+
     seed: int = 42
     """Of initial weights, data order and dropout masks; at least 0."""
 

@@ -35,13 +35,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(folder, packed, mixture):
-    """6 steps in one go and in pieces on 2, 4 and 1 ranks, with other accumulations; then the other cases."""
+    """6 steps in one go and in pieces on 2, 4 and 1 ranks, with other accumulations, batches built ahead or when asked
+    for; then the other cases."""
 
-    def part(name, local, steps, dump="pieces"):
+    def part(name, local, steps, dump="pieces", prefetch=1):
         return {
             "args": ["--training.dataset_path", mixture, "--training.local_batch_size", str(local), "--training.steps",
                      str(steps), "--job.dump_folder", str(folder / dump), "--checkpoint.enable",
-                     "--checkpoint.interval", "100"],
+                     "--checkpoint.interval", "100", "--training.prefetch", str(prefetch)],
             "batches": str(folder / f"{name}.batches"),
         }  # fmt: skip
 
@@ -52,9 +53,9 @@ def runs(folder, packed, mixture):
         "tp": {"args": [*CONTEXTS, "--parallelism.tensor_parallel_degree", "2"]},
         "copying": {"args": COPYING},
     })  # fmt: skip
-    run_cases(4, folder / "4", packed, {"second": part("second", 1, 4)})
+    run_cases(4, folder / "4", packed, {"second": part("second", 1, 4, prefetch=2)})
     run_cases(1, folder / "1", packed, {
-        "third": part("third", 2, 6),
+        "third": part("third", 2, 6, prefetch=0),
         "whole": part("whole", 8, 6, dump="whole"),
         "contexts": {"args": [*CONTEXTS, *saved]},
         "copying": {"args": COPYING},
@@ -81,8 +82,9 @@ def test_global_batches_do_not_depend_on_the_ranks(runs, mixture):
     assert [row for step in range(1, 7) for row in whole[step]] == [samples[i]["input"].tolist() for i in range(48)]
 
 
-def test_passes_over_the_data_are_logged(runs):
+def test_passes_over_the_data_and_waiting_are_logged(runs):
     records = read_records(runs / "whole/metrics.jsonl")
+    assert all(0 <= record["data_wait_share"] < 1 for record in records)
     assert records[-1]["epochs"] == pytest.approx(48 * 0.4 / 9)
     assert records[0]["epochs"] == pytest.approx(8 * 0.4 / 9)
 
