@@ -202,18 +202,14 @@ class Decoder(ModelProtocol):
         width = 2 if self.args.unit == "sublayer" else 1
         if scale is not None and len(scale) != L:
             raise ValueError(f"scale must have one factor for each of the {L} layers, got {len(scale)}")
-        # One transfer for all layers' rows, one for their scales. Neither waits for the device, as a tensor made on it
-        # would: for all that the host has given it to do, so that it would stand idle at every forward's beginning
+        # one transfer for all layers' rows, one for their scales
         dtype = torch.promote_types(h.dtype, torch.float32)
-        scales: list[Tensor | None] = [None] * L
-        if scale is not None:
-            scales = list(torch.tensor(scale, dtype=dtype).to(h.device, non_blocking=True).unbind())
+        scales = [None] * L if scale is None else list(sent(scale, dtype, h.device).unbind())
         B = h.shape[0]
         columns = [tuple(range(B))] * (L * width) if keep is None else keep
         if isinstance(columns, Tensor):
             columns = self.check_keep(columns, B)
-        flat = torch.tensor([row for rows in columns for row in rows], dtype=torch.int64)
-        flat = flat.to(h.device, non_blocking=True)
+        flat = sent([row for rows in columns for row in rows], torch.int64, h.device)
         found = []
         for column, rows in enumerate(flat.split([len(rows) for rows in columns])):
             own = Kept(scale=scales[column // width])
@@ -225,3 +221,9 @@ class Decoder(ModelProtocol):
                 torch._dynamo.maybe_mark_dynamic(own.rows, 0)
             found.append(own)
         return [tuple(found[layer * width : (layer + 1) * width]) for layer in range(L)]
+
+
+def sent(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`values` (n,) on the device, without waiting for it. A tensor that is made there, or copied from memory that is
+    not pinned, may wait for all work that the device was given before, and leave it idle at every forward's start."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
