@@ -128,7 +128,10 @@ def test_stragglers(run, tmp_path):
     result = run("stragglers", *small, "--rounds", "2", "--against", str(tmp_path / "run.json"))
     found = result["against"]["rows"]["skipped 0.5 balanced"]
     assert found["error"] == pytest.approx(found["simulated"] / 0.6 - 1)
-    assert result["notes"][0].startswith("skipped 0.5 balanced, time to dense: measured 0.600, simulated 0.")
+    assert result["notes"][0] == (
+        f"skipped 0.5 balanced, time to dense: measured 0.600, simulated {found['simulated']:.3f}, "
+        f"error {found['error']:+.1%}"
+    )
     assert len(result["simulated"]) == 2 * 2 * 2 and (tmp_path / "bench.png").stat().st_size > 10_000
 
 

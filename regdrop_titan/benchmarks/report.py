@@ -84,8 +84,8 @@ def _header(sections: Sequence[Section], machines: list[str]) -> list[str]:
         "",
         "A figure is a ratio of times unless its name says otherwise: variants take turns, one step each a round, so "
         "that a drift of the machine's speed meets all of them alike; a ratio is the median over rounds of the "
-        "pairwise ratios, its quartiles in brackets. Seconds are the median of a step, and say little beside those of another "
-        "machine. A bound is that of the verb's own sizes, on 2 CPU cores.",
+        "pairwise ratios, its quartiles in brackets. Seconds are the median of a step, and say little beside those "
+        "of another machine. A bound is that of the verb's own sizes, on 2 CPU cores.",
         "",
         f"Measured on: {machines[0]}." if len(machines) == 1 else "Measured on: what each section says.",
         "",
