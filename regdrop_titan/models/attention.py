@@ -246,7 +246,8 @@ def engine(args: DecoderArgs, device_type: str) -> str:
         return "SDPA, plain causal"
     cut = args.alibi_cutoff > 0 and args.position in ("alibi", "nape")
     if uses_flex_attention(entmax, args.attention_p, device_type):
-        return f"FlexAttention{f', ALiBi cut at {args.alibi_cutoff:g} nats' if cut else ''}"
+        plain = " (SDPA for heads without a slope)" if args.position == "nape" and args.sliding_window is None else ""
+        return f"FlexAttention{plain}, ALiBi cut at {args.alibi_cutoff:g} nats" if cut else "FlexAttention"
     why = " (FlexAttention has no dropout)" if device_type == "cuda" else ""
     if cut:
         return f"SDPA by groups of heads, ALiBi cut at {args.alibi_cutoff:g} nats{why}"
@@ -298,17 +299,25 @@ class Attention(nn.Module):
                 context.scaled_heads = slope_tensor(self.slopes, device) == 0
         if self.slopes is None and window is None and documents is None:
             return context  # plain causal
-        if uses_flex_attention(self.entmax, self.attention_p, device.type):
-            context.slopes = None if self.slopes is None else slope_tensor(self.slopes, device)
-            if documents is None:
-                context.block_mask = causal_block_mask(window, seq_len, device)
-            else:
-                context.block_mask = document_block_mask(documents, window)
-        elif self.slopes is None or self.cutoff == 0 or self.entmax:  # entmax sorts whole rows of scores
-            context.bias = self._bias(self.slopes, window, seq_len, device, documents)
+        flex = uses_flex_attention(self.entmax, self.attention_p, device.type)
+        if self.slopes is not None and self.cutoff > 0 and not self.entmax:  # entmax sorts whole rows of scores
+            context.groups = tuple(self._groups(seq_len, device, documents, flex))
+        elif flex:
+            self._use_flex_attention(context, self.slopes, seq_len, device)
         else:
-            context.groups = tuple(self._groups(seq_len, device, documents))
+            context.bias = self._bias(self.slopes, window, seq_len, device, documents)
         return context
+
+    @staticmethod
+    def _use_flex_attention(
+        context: AttentionContext, slopes: tuple[float, ...] | None, seq_len: int, device: torch.device
+    ) -> None:
+        """Give `context`, which has its window and documents, what FlexAttention reads."""
+        context.slopes = None if slopes is None else slope_tensor(slopes, device)
+        if context.documents is None:
+            context.block_mask = causal_block_mask(context.window, seq_len, device)
+        else:
+            context.block_mask = document_block_mask(context.documents, context.window)
 
     def _bias(
         self,
@@ -349,15 +358,25 @@ class Attention(nn.Module):
         slopes = self.slopes[heads.start : heads.stop]
         return slopes if any(slopes) else None, head_windows(slopes, self.cutoff, self.window, length)
 
-    def _groups(self, seq_len: int, device: torch.device, documents: Tensor | None) -> Iterator[HeadGroup]:
-        """The heads for full sequences: those in bands, those without a slope, and others."""
-        for group in self._runs(seq_len, lambda most, sloped: "band" if most and fits(most, seq_len) else sloped):
+    def _groups(self, seq_len: int, device: torch.device, documents: Tensor | None, flex: bool) -> Iterator[HeadGroup]:
+        """The heads for full sequences: those without a slope, which need no bias, and others; with SDPA those in bands
+        apart."""
+
+        def kind(most: int | None, sloped: bool) -> str | bool:
+            return "band" if not flex and most and fits(most, seq_len) else sloped
+
+        for group in self._runs(seq_len, kind):
             slopes, window = self._seen(group.heads, seq_len)
-            group.context.documents = documents
-            if group.window is not None and fits(group.window, seq_len):
-                group.context.band = band(slopes, window, group.window, device, documents)
-            elif slopes is not None or window is not None or documents is not None:
-                group.context.bias = self._bias(slopes, window, seq_len, device, documents)
+            context = group.context
+            context.documents, context.window = documents, window
+            if slopes is None and window is None and documents is None:
+                pass  # plain causal
+            elif flex:
+                self._use_flex_attention(context, slopes, seq_len, device)
+            elif group.window is not None and fits(group.window, seq_len):
+                context.band = band(slopes, window, group.window, device, documents)
+            else:
+                context.bias = self._bias(slopes, window, seq_len, device, documents)
             yield group
 
     def cached_context(self, cache: Cache) -> AttentionContext:

@@ -7,6 +7,9 @@ Both draw from torch's default generator, which the trainer re-seeds before ever
 is a function of seed, step, micro-batch and rank.
 """
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -23,8 +26,28 @@ def _check_rate(p: float | Tensor) -> None:
 
 def _draw_keep(x: Tensor, p: float | Tensor) -> Tensor:
     """An independent keep mask for every sequence, token and channel: bool, shaped like `x`, P(True) = 1-p."""
-    # twice as fast on CPU as bernoulli_, and exact to the 2^-24 spacing of rand's values
-    return torch.rand(x.shape, dtype=torch.float32, device=x.device) >= p
+    if x.device.type != "cpu":  # the compiler draws in the kernel that uses the mask
+        return torch.rand(x.shape, dtype=torch.float32, device=x.device) >= p
+    fixed, rate = (0.0, p) if isinstance(p, Tensor) else (p, None)
+    return _draw_keep_on_cpu(x.shape, fixed, rate, device=x.device)
+
+
+# One operator, for the compiler too: torch's CPU generator is serial, 16 bits take it a quarter of a float's time, and
+# in compiled code the comparison takes longer than the draw. Recomputation under compile asks operators for `device`.
+@torch.library.custom_op("regdrop_titan::draw_keep", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def _draw_keep_on_cpu(shape: Sequence[int], p: float, rate: Tensor | None, *, device: torch.device) -> Tensor:
+    """`rate`, a 0-d tensor, in place of `p`. 65536 p is rounded to one of its neighbours at random, once a mask: so
+    every entry's probability is exact."""
+    n = math.prod(shape)
+    levels = 65536 * (p if rate is None else rate.item())
+    dropped = min(math.floor(levels) + int(torch.rand(()).item() < levels % 1), 65535)
+    bits = torch.empty((n + 3) // 4, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+    return bits[:n].view(shape) >= dropped - 32768
+
+
+@_draw_keep_on_cpu.register_fake
+def _(shape, p, rate, *, device):
+    return torch.empty(shape, dtype=torch.bool, device=device)
 
 
 def inverted_dropout(x: Tensor, p: float | Tensor, keep: Tensor | None = None) -> Tensor:

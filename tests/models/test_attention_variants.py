@@ -236,7 +236,8 @@ def test_the_engine_is_told():
     def of(device_type, **overrides):
         return engine(flavor_args("nape_llama3", "debug", **overrides), device_type)
 
-    assert of("cuda") == "FlexAttention, ALiBi cut at 40 nats"
+    assert of("cuda") == "FlexAttention (SDPA for heads without a slope), ALiBi cut at 40 nats"
+    assert of("cuda", position="alibi") == "FlexAttention, ALiBi cut at 40 nats"
     assert of("cpu") == "SDPA by groups of heads, ALiBi cut at 40 nats"
     assert of("cuda", alibi_cutoff=0) == "FlexAttention"
     assert of("cpu", alibi_cutoff=0) == "SDPA with a bias of (heads, S, S)"

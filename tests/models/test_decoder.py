@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention
 
-from regdrop_titan.models import Decoder, build_model, flavor_args
+from regdrop_titan.models import Decoder, attention, build_model, flavor_args
 from regdrop_titan.models.attention import AttentionContext, flex_attention_with_slopes, sdpa_attention
 from regdrop_titan.models.positions import (
     attention_bias,
@@ -230,6 +230,54 @@ def test_flex_attention_agrees_with_sdpa(S, window, packed):
         context = AttentionContext(slopes=slopes, block_mask=mask, window=window, documents=documents).of_rows(rows)
         got = flex_attention_with_slopes(q[rows], k[rows], v[rows], context, flex=flex_attention)
         torch.testing.assert_close(got, expected[rows], rtol=1e-4, atol=1e-5)
+
+
+GPU_WAYS = {  # options, calls of FlexAttention and of SDPA a layer
+    "cut": ({"alibi_cutoff": 2.0}, 1, 1),
+    "no cut": ({"alibi_cutoff": 0.0}, 1, 0),
+    "window": ({"sliding_window": 9}, 2, 0),
+    "documents": ({"alibi_cutoff": 4.0, "document_mask": True, "eos_id": 3}, 2, 0),
+    "ALiBi in all heads": ({"position": "alibi", "slopes": "press"}, 1, 0),
+    "no positions": ({"position": "nope"}, 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", GPU_WAYS)
+def test_the_ways_of_a_gpu(name, monkeypatch):
+    """A model that takes them on a CPU, FlexAttention uncompiled, has the logits and gradients of the CPU's way; with
+    dropped sequences too. Heads without a slope need no bias."""
+    options, n_flex, n_sdpa = GPU_WAYS[name]
+    model = build_model("nape_llama3", "debug", **{**SMALL, "n_layers": 1, **options})
+    tokens = torch.randint(0, 64, (3, 150), generator=torch.Generator().manual_seed(0))
+    keep = torch.tensor([[True], [False], [True]])
+
+    def results():
+        found = []
+        for kept in (None, keep):
+            out = model(tokens, keep=kept)
+            found += [out, *torch.autograd.grad(out.square().sum(), list(model.parameters()))]
+        return found
+
+    expected = results()
+    calls = {"flex": 0, "sdpa": 0}
+
+    def count(kind, function):
+        def counted(q, k, v, *rest):
+            calls[kind] += 1
+            return function(q, k, v, *rest)
+
+        return counted
+
+    def flex(q, k, v, context, scale):
+        return flex_attention_with_slopes(q, k, v, context, scale, flex_attention)
+
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)  # of the backward
+    monkeypatch.setattr(attention, "uses_flex_attention", lambda *_: True)
+    monkeypatch.setattr(attention, "flex_attention_with_slopes", count("flex", flex))
+    monkeypatch.setattr(attention, "sdpa_attention", count("sdpa", sdpa_attention))
+    for got, wanted in zip(results(), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4 * wanted.abs().max().item())
+    assert calls == {"flex": 2 * n_flex, "sdpa": 2 * n_sdpa}
 
 
 def test_bf16_autocast_keeps_the_bias_exact():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._inductor.utils import run_fw_bw_and_get_code
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from regdrop_titan.models import build_model
@@ -97,6 +98,22 @@ def test_recomputation_draws_the_same_masks(placement):
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+@pytest.mark.parametrize("schedule", ["constant", "decreasing"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_recomputation_inside_of_a_compiled_block(placement, schedule):
+    """As training wraps it; the masks are those of the eager model of the same seed, and so are the gradients."""
+    torch._dynamo.reset()
+    x = torch.randn(2, 20, 32)
+    gradients = []
+    for compiled in (False, True):
+        residual = model(placement=placement, p=0.5, dropout_schedule=schedule).layers["0"].feed_forward
+        run = torch.compile(checkpoint_wrapper(residual), fullgraph=True) if compiled else residual
+        torch.manual_seed(1)
+        gradients.append(torch.autograd.grad(run(x).square().sum(), list(residual.parameters())))
+    for got, expected in zip(*reversed(gradients), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_scheduled_rate_changes_without_a_recompile(placement):
     """One graph for the whole schedule (report D6), each rate at once, and p = 0 bit for bit the dense model."""
@@ -171,9 +188,12 @@ def saved_bytes(module, x):
     return out, sum(kept.values())
 
 
-def test_vpad_costs_a_compiled_model_no_kernel_and_one_byte_a_channel():
-    """Norm, mask (drawn inside, as on a GPU) and affine are the norm's own kernel, forward and backward; of the dropout
-    the mask is kept, and two numbers a token."""
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_vpad_costs_a_compiled_model_no_kernel_and_one_byte_a_channel(device, monkeypatch):
+    """Norm, affine and, drawn as on a GPU, the mask are the norm's own kernel, forward and backward; of the dropout the
+    mask is kept, and two numbers a token."""
+    if device == "cuda":
+        monkeypatch.setattr(dropout, "_draw_keep", lambda x, p: torch.rand(x.shape, dtype=torch.float32) >= p)
     x = torch.randn(2, 64, 32, requires_grad=True)
     kernels, kept = {}, {}
     for placement in ("none", "vpad"):
