@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -39,12 +40,16 @@ def add_sizes(parser: argparse.ArgumentParser, **sizes: int) -> None:
 
 
 def time_rounds(steps: dict[str, Step], rounds: int, warmup: int) -> dict[str, list[float]]:
-    """Seconds of each variant's step, by round."""
+    """Seconds of each variant's step, by round.
+
+    Each round has an order of its own: what one leaves in memory and caches is another's burden, and would always be the
+    same one's. Ranks have the same orders.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in tqdm(range(warmup + rounds), desc="rounds", unit="round", disable=os.environ.get("RANK", "0") != "0"):
-        for name, step in steps.items():
+        for name in random.Random(round_).sample(list(steps), len(steps)):
             start = time.perf_counter()
-            step()
+            steps[name]()
             if round_ >= warmup:
                 seconds[name].append(time.perf_counter() - start)
     return seconds
