@@ -14,12 +14,12 @@
     python scripts/benchmark.py all [--only VERB ...] [--report docs/benchmarks.md]
 
 Variants take turns, one step each a round in an order of its own, so that a drift of the machine's speed meets all of
-them alike; a ratio is the median over rounds of the pairwise ratios. A dense step is forward, loss, backward and a fused AdamW update; a
-layer-dropout or mamba2 step is forward and backward of a stack of blocks; a generation step reads prompts and writes
-greedy answers with a cache; a loss step is forward and backward of head and loss, an attention step of one attention
-layer; a loader step is some batches; input-pipeline times a trainer that waits for its data. The data benchmark sets
-preparation beside the bare tokenizer, and reads a packed set as training does. `all` runs what is set beside something
-else, writes a report, and ends with status 1 where a figure is above its bound.
+them alike; a ratio is the median over rounds of the pairwise ratios. A dense step is forward, loss, backward and a
+fused AdamW update; a layer-dropout or mamba2 step is forward and backward of a stack of blocks; a generation step
+reads prompts and writes greedy answers with a cache; a loss step is forward and backward of head and loss, an
+attention step of one attention layer; a loader step is some batches; input-pipeline times a trainer that waits for its
+data. The data benchmark sets preparation beside the bare tokenizer, and reads a packed set as training does. `all`
+runs what is set beside something else, writes a report, and ends with status 1 where a figure is above its bound.
 """
 
 import argparse

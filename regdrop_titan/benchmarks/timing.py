@@ -42,8 +42,8 @@ def add_sizes(parser: argparse.ArgumentParser, **sizes: int) -> None:
 def time_rounds(steps: dict[str, Step], rounds: int, warmup: int) -> dict[str, list[float]]:
     """Seconds of each variant's step, by round.
 
-    Each round has an order of its own: what one leaves in memory and caches is another's burden, and would always be the
-    same one's. Ranks have the same orders.
+    Each round has an order of its own: what one leaves in memory and caches is another's burden, and would always be
+    the same one's. Ranks have the same orders.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in tqdm(range(warmup + rounds), desc="rounds", unit="round", disable=os.environ.get("RANK", "0") != "0"):
