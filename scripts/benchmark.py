@@ -1,6 +1,6 @@
 """Paired step timings, as ratios.
 
-    python scripts/benchmark.py dense [--compile]
+    python scripts/benchmark.py dense [--compile] [--attention]
     python scripts/benchmark.py layer-dropout [--compile]
     torchrun --nproc_per_node=2 scripts/benchmark.py layer-dropout
     python scripts/benchmark.py stragglers [--against outputs/benchmark_layer-dropout.json]

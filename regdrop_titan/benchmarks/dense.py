@@ -12,13 +12,15 @@ NAME = "dense"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_sizes(parser, dim=768, layers=4, seq_len=512, batch_size=4, vocab_size=2048, rounds=11, warmup=2)
+    add_sizes(parser, dim=768, layers=4, seq_len=512, batch_size=4, vocab_size=2048, rounds=21, warmup=2)
     parser.add_argument("--compile", action="store_true", help="compile each block")
+    parser.add_argument("--attention", action="store_true", help="attention variants in place of dropout placements")
     parser.add_argument("--p", type=float, default=0.1, help="drop probability")
 
 
 def measure(arguments: argparse.Namespace) -> dict:
-    """TorchTitan's Llama-3 beside our decoder at equal sizes, then NAPE, each placement and attention variant."""
+    """TorchTitan's Llama-3 beside our decoder at equal sizes, then NAPE, and beside that each dropout placement or, with
+    `--attention`, attention variant."""
     from torchtitan.models.llama3 import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
 
@@ -43,15 +45,21 @@ def measure(arguments: argparse.Namespace) -> dict:
         "torchtitan llama3": titan,
         "rope": ours("rope"),
         "nape": ours("nape"),
-        "nape pre_norm": ours("nape", "pre_norm"),
-        "nape pre_linear": ours("nape", "pre_linear"),
-        "nape vpad": ours("nape", "vpad"),
-        "nape vpad per_linear": ours("nape", "vpad", mask="per_linear"),
-        "nape adaptive": ours("nape", scaling="adaptive"),
-        "nape ssmax": ours("nape", scaling="ssmax"),
-        "nape entmax15": ours("nape", attention="entmax15"),
-        "nape attention_p": ours("nape", attention_p=arguments.p),
     }
+    if arguments.attention:
+        models |= {
+            "nape adaptive": ours("nape", scaling="adaptive"),
+            "nape ssmax": ours("nape", scaling="ssmax"),
+            "nape entmax15": ours("nape", attention="entmax15"),
+            "nape attention_p": ours("nape", attention_p=arguments.p),
+        }
+    else:
+        models |= {
+            "nape pre_norm": ours("nape", "pre_norm"),
+            "nape pre_linear": ours("nape", "pre_linear"),
+            "nape vpad": ours("nape", "vpad"),
+            "nape vpad per_linear": ours("nape", "vpad", mask="per_linear"),
+        }
     steps = {name: make_step(model, tokens, arguments.compile) for name, model in models.items()}
     seconds = time_rounds(steps, arguments.rounds, arguments.warmup)
     rows = {}
