@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> dict:
-    """TorchTitan's Llama-3 beside our decoder at equal sizes, then NAPE, and beside that each dropout placement or, with
-    `--attention`, attention variant."""
+    """TorchTitan's Llama-3 beside our decoder at equal sizes, then NAPE, and beside that each dropout placement, or with
+    `--attention` each attention variant."""
     from torchtitan.models.llama3 import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
 
