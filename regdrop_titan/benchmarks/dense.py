@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> dict:
-    """TorchTitan's Llama-3 beside our decoder at equal sizes, then NAPE, and beside that each dropout placement, or with
+    """TorchTitan's Llama-3 beside our decoder at equal sizes, then NAPE, and beside that each dropout placement, with
     `--attention` each attention variant."""
     from torchtitan.models.llama3 import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
