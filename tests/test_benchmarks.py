@@ -305,8 +305,12 @@ def test_only_keeps_earlier_results(run_all, tmp_path):
 
 
 def test_an_interrupt_ends_the_verb_too(run_all, tmp_path, capsys):
-    with pytest.raises(SystemExit) as end:
-        run_all("--only", "loader", "mamba2", rows={}, hanging=["loader"])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        with pytest.raises(SystemExit) as end:
+            run_all("--only", "loader", "mamba2", rows={}, hanging=["loader"])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert end.value.code == 128 + signal.SIGINT
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and error.startswith("interrupted in loader; results of the 1 runs before it are in")
