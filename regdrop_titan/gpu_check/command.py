@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from ..benchmarks.results import cell
 from ..files import write_whole
 from .parts import PARTS, Part
 from .rows import FAILED, MEASURED, OUT_OF_TIME, PASSED, Row
@@ -133,13 +134,9 @@ def reason(row: Row) -> str:
     return "; ".join(filter(None, (above, row.message)))
 
 
-def figure(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
 def cells(row: Row) -> list[str]:
     errors = ["" if number is None else f"{number:.1e}" for number in (row.error, row.bound)]
-    figures = [f"{name} {figure(value)}" for name, value in row.figures.items()]
+    figures = [f"{name} {cell(value)}" for name, value in row.figures.items()]
     return [row.name, row.status, *errors, "; ".join(filter(None, (", ".join(figures), row.message)))]
 
 
@@ -148,7 +145,7 @@ def table(found: Results) -> str:
     header = ["check or timing", "status", "error", "bound", "figures"]
     lines = [header, ["---"] * len(header)]
     lines += [
-        [cell.replace("|", "/").replace("\n", " ") for cell in cells(row)] for rows in found.values() for row in rows
+        [text.replace("|", "/").replace("\n", " ") for text in cells(row)] for rows in found.values() for row in rows
     ]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

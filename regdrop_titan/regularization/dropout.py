@@ -86,6 +86,11 @@ def _alpha(var: Tensor, mu: Tensor, p: float | Tensor) -> tuple[Tensor, Tensor, 
     return torch.where(varies, torch.sqrt(safe_var / ((1.0 - p) * second_moment)), 0.0), safe_var, second_moment
 
 
+def _coefficients(var: Tensor, mu: Tensor, p: float | Tensor) -> tuple[Tensor, Tensor]:
+    alpha, _, _ = _alpha(var, mu, p)
+    return alpha, mu * (1.0 - alpha * (1.0 - p))
+
+
 def vpad_coefficients(x: Tensor, p: float | Tensor) -> tuple[Tensor, Tensor]:
     """VPAD's affine correction of each token (LG eq. of sec. 4).
 
@@ -101,9 +106,7 @@ def vpad_coefficients(x: Tensor, p: float | Tensor) -> tuple[Tensor, Tensor]:
         beta = mu, so that `z = mu`; an all-zero token has 0 and 0.
     """
     _check_rate(p)
-    var, mu = _moments(x)
-    alpha, _, _ = _alpha(var, mu, p)
-    return alpha, mu * (1.0 - alpha * (1.0 - p))
+    return _coefficients(*_moments(x), p)
 
 
 class _Vpad(torch.autograd.Function):
@@ -114,8 +117,7 @@ class _Vpad(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, p: float | Tensor, stop_gradient: bool, *keeps: Tensor) -> tuple[Tensor, ...]:
         var, mu = _moments(x)
-        alpha, _, _ = _alpha(var, mu, p)
-        beta = mu * (1.0 - alpha * (1.0 - p))
+        alpha, beta = _coefficients(var, mu, p)
         ctx.save_for_backward(x, var, mu, *keeps)
         ctx.p, ctx.stop_gradient = p, stop_gradient
         return tuple((x * keep).to(alpha.dtype).mul_(alpha).add_(beta).to(x.dtype) for keep in keeps)
